@@ -1,0 +1,121 @@
+"""The four recurrent operators as users call them: checks, the choice of a backend, nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from src.ops.checks import check_recurrent, check_state, check_state_tensor
+from src.ops.chunked import chunked
+from src.ops.state import LinearState, LogLinearState
+
+
+def ssd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: LinearState | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, LinearState | None]:
+    """Linear attention with a scalar decay (Mamba-2): ``S_t = exp(g_t) S_{t-1} + k_t v_t^T``, ``o_t = q_t^T S_t``.
+
+    A Mamba-2 mixer passes ``q = C``, ``k = B``, ``v = x dt`` and ``g = A dt``. Contract: ``src/ops/__init__.py``.
+    """
+    return _run(q, k, v, g, None, None, scale, initial_state, return_state, cu_seqlens, backend)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: LinearState | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, LinearState | None]:
+    """``S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T``, ``o_t = q_t^T S_t``.
+
+    Each write first takes away what the memory holds at that key. Contract: ``src/ops/__init__.py``.
+    """
+    return _run(q, k, v, g, beta, None, scale, initial_state, return_state, cu_seqlens, backend)
+
+
+def loglinear_ssd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    level_scales: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: LogLinearState | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, LogLinearState | None]:
+    """Log-linear Mamba-2: :func:`ssd` with one state a Fenwick level, ``o_t = sum_l lambda_{t,l} q_t^T S_{t,l}``.
+
+    Contract: ``src/ops/__init__.py``. O(T log T) time; the state of a sequence is O(log T) matrices.
+    """
+    return _run(q, k, v, g, None, level_scales, scale, initial_state, return_state, cu_seqlens, backend)
+
+
+def loglinear_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    level_scales: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: LogLinearState | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, LogLinearState | None]:
+    """Log-linear Gated DeltaNet: :func:`gated_delta_rule` with one state a Fenwick level.
+
+    Contract: ``src/ops/__init__.py``. O(T log T) time; the state of a sequence is O(log T) matrices.
+    """
+    return _run(q, k, v, g, beta, level_scales, scale, initial_state, return_state, cu_seqlens, backend)
+
+
+def _run(q, k, v, g, beta, level_scales, scale, initial_state, return_state, cu_seqlens, backend):
+    check_recurrent(q, k, v, g, beta, level_scales, cu_seqlens, backend)
+    H, V = v.shape[2:]
+    documents = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    kind = LinearState if level_scales is None else LogLinearState
+    check_state(initial_state, kind, documents, v)
+    if isinstance(initial_state, LinearState):
+        check_state_tensor("memory", initial_state.memory, (H, q.shape[-1], V))
+    elif initial_state is not None:
+        check_state_tensor("levels", initial_state.levels, (H, q.shape[-1], V))
+        check_state_tensor("k", initial_state.k, tuple(q.shape[2:]))
+        if (initial_state.beta is None) != (beta is None):
+            raise ValueError("initial_state must come from the same operator, got one of the other family")
+    if backend == "triton":
+        raise ValueError("backend='triton' has no kernel for this operator; use 'torch' or 'auto'")
+    # Autocast would turn the fp32 products inside into bf16 ones.
+    with torch.autocast(v.device.type, enabled=False):
+        return chunked(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            level_scales,
+            scale=float(scale),
+            initial_state=initial_state,
+            return_state=return_state,
+            cu_seqlens=cu_seqlens,
+        )

@@ -1,0 +1,211 @@
+"""States: what an operator, a mixer or a model remembers between two calls.
+
+All of them hold one entry a row (or packed document), may stand at different positions in different rows, and
+offer the same few methods. They are never changed in place, so that one state can be continued twice; tensors
+inside stay in the autograd graph until :meth:`State.detach`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from src.ops.fenwick import CHUNK_SIZE
+
+
+class State:
+    """Base of all states. ``positions [N]`` (int64) counts the tokens that each row has seen."""
+
+    positions: Tensor
+    row_axis: ClassVar[dict[str, int]] = {}
+    """Axis of the rows in each tensor field; fields that are not named have it first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that carry information now, over all rows. Reads the positions: synchronises on a GPU."""
+        raise NotImplementedError
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that are allocated, the positions left out."""
+        sizes: list[int] = []
+        self._map(lambda name, x: sizes.append(0 if name == "positions" else x.nbytes) or x)
+        return sum(sizes)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As ``Tensor.to``, on each tensor; a dtype goes to the floating-point ones only."""
+        target, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+
+        def move(name: str, x: Tensor) -> Tensor:
+            return x.to(target, dtype if x.is_floating_point() else None, non_blocking)
+
+        return self._map(move)
+
+    def detach(self) -> Self:
+        """Cut the autograd graph: truncated back-propagation."""
+        return self._map(lambda name, x: x.detach())
+
+    def clone(self) -> Self:
+        return self._map(lambda name, x: x.clone())
+
+    def select(self, rows: Tensor | list[int] | slice) -> Self:
+        """The state of some rows, in that order; a row may be taken twice (beam search)."""
+        index = torch.arange(len(self.positions))[rows].to(self.positions.device)
+        return self._map(lambda name, x: x.index_select(self.row_axis.get(name, 0), index))
+
+    def reset(self, rows: Tensor | list[int] | slice) -> Self:
+        """The same state with some rows back at the start of a sequence."""
+        keep = torch.ones(len(self.positions), dtype=torch.bool)
+        keep[rows] = False
+        keep = keep.to(self.positions.device)
+
+        def clear(name: str, x: Tensor) -> Tensor:
+            axis = self.row_axis.get(name, 0)
+            shape = [1] * axis + [-1] + [1] * (x.ndim - axis - 1)
+            return torch.where(keep.view(shape), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+        return self._map(clear)
+
+    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
+        """A copy with ``change(field name, tensor)`` in place of each tensor."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return type(self)(**{name: change(name, x) if isinstance(x, Tensor) else x for name, x in values.items()})
+
+
+@dataclass
+class LinearState(State):
+    """Of the linear operators: one matrix a head, ``memory [N, H, K, V]`` in fp32 (fp64 for fp64 inputs)."""
+
+    positions: Tensor
+    memory: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.nbytes
+
+
+@dataclass
+class LogLinearState(State):
+    """Of the log-linear operators: O(log T) matrices and the raw tokens of the unfinished chunk.
+
+    ``levels [J, N, H, K, V]``: entry ``j`` is the aligned group of ``2**j`` chunks that bit ``j`` of the chunk
+    index announces, as of the last chunk boundary; zero where the bit is not set. ``k [N, 63, G, K]``,
+    ``v [N, 63, H, V]``, ``g [N, 63, H]``, ``beta [N, 63, H]`` (delta rule only): the tokens since that boundary,
+    in their own dtype, log decays not summed. ``max_position`` bounds the positions from above on the host,
+    so that ``J`` can grow without a synchronisation.
+    """
+
+    positions: Tensor
+    levels: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    max_position: int
+
+    row_axis: ClassVar[dict[str, int]] = {"levels": 1}
+
+    @property
+    def num_bytes(self) -> int:
+        tokens = int((self.positions % CHUNK_SIZE).sum())
+        chunks = self.positions // CHUNK_SIZE
+        matrices = sum(int((chunks >> j & 1).sum()) for j in range(len(self.levels)))
+        per_token = sum(x[0, 0].nbytes for x in (self.k, self.v, self.g, self.beta) if x is not None)
+        return tokens * per_token + matrices * (self.levels[0, 0].nbytes if len(self.levels) else 0)
+
+
+@dataclass
+class ConvolutionState(State):
+    """Of the short convolution: the last ``W - 1`` inputs, ``inputs [N, W-1, D]``, zeros before the start."""
+
+    positions: Tensor
+    inputs: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.inputs.nbytes
+
+
+@dataclass
+class AttentionState(State):
+    """Of softmax attention: the key-value cache, ``k [N, S, H_kv, K]`` and ``v [N, S, H_kv, V]``.
+
+    Rows are aligned at the right: row ``n`` holds its tokens in the last ``positions[n]`` places, so that new
+    ones are appended to all rows alike. ``ragged`` tells, on the host, that some row has fewer than ``S``.
+    """
+
+    positions: Tensor
+    k: Tensor
+    v: Tensor
+    ragged: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.positions.sum()) * (self.k[0, :1].nbytes + self.v[0, :1].nbytes) if self.k.numel() else 0
+
+    def reset(self, rows: Tensor | list[int] | slice) -> AttentionState:
+        state = super().reset(rows)
+        state.ragged = True
+        return state
+
+
+@dataclass
+class MixerState(State):
+    """Several states of one mixer by name, such as ``{"conv": …, "memory": …}``, all at the same positions."""
+
+    parts: dict[str, State]
+
+    @property
+    def positions(self) -> Tensor:  # type: ignore[override]
+        return next(iter(self.parts.values())).positions
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts.values())
+
+    @property
+    def capacity_bytes(self) -> int:
+        return sum(part.capacity_bytes for part in self.parts.values())
+
+    def to(self, *args: Any, **kwargs: Any) -> MixerState:
+        return self._each("to", *args, **kwargs)
+
+    def detach(self) -> MixerState:
+        return self._each("detach")
+
+    def clone(self) -> MixerState:
+        return self._each("clone")
+
+    def select(self, rows: Tensor | list[int] | slice) -> MixerState:
+        return self._each("select", rows)
+
+    def reset(self, rows: Tensor | list[int] | slice) -> MixerState:
+        return self._each("reset", rows)
+
+    def _each(self, method: str, *args: Any, **kwargs: Any) -> MixerState:
+        return type(self)({name: getattr(part, method)(*args, **kwargs) for name, part in self.parts.items()})
+
+    def __getitem__(self, name: str) -> State:
+        return self.parts[name]
+
+
+class ModelState(MixerState):
+    """The states of a model's layers, first to last."""
+
+    @classmethod
+    def of_layers(cls, layers: list[State]) -> ModelState:
+        return cls({str(i): layer for i, layer in enumerate(layers)})
+
+    @property
+    def layers(self) -> list[State]:
+        return list(self.parts.values())
+
+
+# torch.load reads plain tensors only unless told which classes are data.
+torch.serialization.add_safe_globals(
+    [LinearState, LogLinearState, ConvolutionState, AttentionState, MixerState, ModelState]
+)
