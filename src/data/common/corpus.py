@@ -1,0 +1,175 @@
+"""The base of every text corpus: a subclass gives documents, this gives batches of next-token prediction."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from torch.utils.data import DataLoader
+
+from src.data import Batch, DataModule, Split
+from src.data.common import cache
+from src.data.common.cache import SPLITS, Document
+from src.data.common.packing import Stream, pack
+from src.data.common.sampling import permutation
+from src.data.common.tokenizer import find_tokenizer
+from src.errors import UserError
+
+CACHE_DIR = Path(__file__).parents[3] / "data" / "cache"
+
+
+class Corpus(DataModule):
+    """Documents, tokenised once into a memory-mapped cache, in rows of `seq_len` tokens.
+
+    A training epoch is every full row once, in an order drawn from (seed, epoch); sample i is row i mod
+    n_rows of epoch i // n_rows. Validation and test are read in order, each token once, their last row
+    shorter. A split shorter than one row is one shorter row.
+    """
+
+    @dataclass
+    class Config(DataModule.Config):
+        tokenizer: str = "bpe"
+        """bpe (byte-level, trained on the training split), bytes, a tokenizer.json, or a Hub name."""
+        vocab_size: int = 8192
+        """Entries of the tokenizer that bpe trains; the others bring their own."""
+        eot: str | None = None
+        """End-of-text token of a foreign tokenizer; null: <|endoftext|>, </s>, <eos> or the like."""
+        packing: Literal["documents", "concatenate"] = "documents"
+        """documents: states and attention stop at document borders; concatenate: they run through a row."""
+        cache_dir: str | None = None
+        """Where tokens and trained tokenizers are kept; null: data/cache of the repository."""
+        tokenizer_bytes: int = 200_000_000
+        """Train bpe on about so many bytes of the training split, from its beginning."""
+
+    config: Config
+
+    # What a subclass writes
+
+    @abstractmethod
+    def documents(self, split: Split) -> Iterable[Document]:
+        """The split's documents in a fixed order. Asked only where the cache has no tokens yet."""
+
+    @abstractmethod
+    def content_hash(self) -> str:
+        """Hexadecimal hash of all that `documents` gives for all splits, found without tokenising."""
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each split, where known without reading: for the progress bar."""
+        return {}
+
+    # Preparation
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.config.cache_dir).expanduser() if self.config.cache_dir else CACHE_DIR
+
+    @cached_property
+    def _content(self) -> str:
+        return self.content_hash()[:16]
+
+    @property
+    def fingerprint(self) -> str:
+        return self._content
+
+    def prepare_data(self) -> None:
+        """Train the tokenizer and tokenise, unless the cache has both. Several processes may call it."""
+        if self._streams is not None:
+            return
+        if not self._open():
+            with cache.exclusive(self.cache_dir, self._content):
+                if self.tokenizer is None:
+                    texts = self._training_texts()
+                    self.tokenizer = cache.trained_bpe(self._bpe_path(), self.config.vocab_size, texts)
+                folder = self._folder()
+                if not folder.is_dir():
+                    documents = {split: self.documents(split) for split in SPLITS}
+                    cache.build(folder, documents, self.tokenizer, self.sizes())
+            self._open()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the cache (made first where prepare_data has not been called)."""
+        self.prepare_data()
+        for split in ("train", "val") if stage == "fit" else ():  # the others are asked for by their loader
+            self._require(split)
+
+    def train_dataloader(self) -> DataLoader:
+        self._require("train")
+        return super().train_dataloader()
+
+    def _require(self, split: Split) -> None:
+        if self.n_rows(split) == 0:
+            raise UserError(f"data={self.config.name} has no text in its {split} split")
+
+    _streams: dict[str, Stream] | None = None
+
+    def _open(self) -> bool:
+        """Take tokenizer and tokens from the cache, where they are."""
+        if self.tokenizer is None:
+            config = self.config
+            if config.tokenizer != "bpe":
+                self.tokenizer = find_tokenizer(config.tokenizer, config.eot)
+            elif self._bpe_path().is_file():
+                self.tokenizer = find_tokenizer(str(self._bpe_path()))
+            else:
+                return False
+        self.vocab_size = self.tokenizer.vocab_size
+        if self._folder().is_dir():
+            self._streams = cache.open_streams(self._folder())
+        return self._streams is not None
+
+    def _bpe_path(self) -> Path:
+        config = self.config
+        return cache.bpe_path(self.cache_dir, self._content, config.vocab_size, config.tokenizer_bytes)
+
+    def _folder(self) -> Path:
+        return cache.token_path(self.cache_dir, self.config.name or "text", self._content, self.tokenizer)
+
+    def _training_texts(self) -> Iterator[str]:
+        """What bpe is trained on. Raises UserError where there is none."""
+        left = self.config.tokenizer_bytes
+        if left < 1:
+            raise UserError(f"data.tokenizer_bytes={left}: must be at least 1")
+        for _, text in cache.flat(self.documents("train")):
+            yield text
+            left -= len(text)
+            if left <= 0:
+                return
+        if left == self.config.tokenizer_bytes:
+            raise UserError(f"data={self.config.name} has no training text for data.tokenizer=bpe")
+
+    # Batches
+
+    def _row_length(self, split: Split) -> int:
+        return max(1, min(self.config.seq_len, len(self._streams[split])))
+
+    def n_rows(self, split: Split) -> int:
+        """Rows of an epoch: full ones in training (one shorter where there is no full one), else all."""
+        length, size = len(self._streams[split]), self._row_length(split)
+        return length // size if split == "train" else -(-length // size)
+
+    n_samples = n_rows
+
+    def batch(self, split: Split, samples: Sequence[int]) -> Batch:
+        stream, size, n = self._streams[split], self._row_length(split), self.n_rows(split)
+        if split == "train":
+            samples = [int(permutation(n, self.seed, i // n)[i % n]) for i in samples]
+        rows = [(i * size, min((i + 1) * size, len(stream))) for i in samples]
+        input_ids, labels, cu_seqlens, n_bytes = pack(stream, rows, self.config.packing)
+        return Batch(input_ids=input_ids, labels=labels, cu_seqlens=cu_seqlens, n_bytes=n_bytes, n_pairs=None)
+
+    def eval_batches(self, split: Split, batch_size: int) -> list[Sequence[int]]:
+        batches = super().eval_batches(split, batch_size)
+        ragged = len(self._streams[split]) % self._row_length(split) != 0
+        if self.config.packing == "concatenate" and ragged and len(batches[-1]) > 1:
+            *rest, last = batches[-1]
+            batches[-1:] = [rest, [last]]  # a shorter row does not stack with full ones
+        return batches
+
+    def describe(self) -> dict[str, object]:
+        facts = super().describe() | {"tokenizer": self.config.tokenizer}
+        for split, stream in self._streams.items():
+            facts |= {f"{split}.{key}": value for key, value in stream.facts().items()}
+            facts[f"{split}.rows"] = self.n_rows(split)
+        return facts
