@@ -1,0 +1,25 @@
+"""Modules that several mixers share; each says in its docstring what published code it equals."""
+
+from src.layers.decay import init_decay
+from src.layers.level_scales import LevelScales
+from src.layers.linear import Embedding, Linear, initialise
+from src.layers.mlp import SwiGLU
+from src.layers.norm import GatedRMSNorm, RMSNorm, l2_normalise, upcast
+from src.layers.rope import apply_rope, token_positions
+from src.layers.short_conv import ShortConvolution
+
+__all__ = [
+    "Embedding",
+    "GatedRMSNorm",
+    "LevelScales",
+    "Linear",
+    "RMSNorm",
+    "ShortConvolution",
+    "SwiGLU",
+    "apply_rope",
+    "init_decay",
+    "initialise",
+    "l2_normalise",
+    "token_positions",
+    "upcast",
+]
