@@ -102,11 +102,13 @@ def find(name_or_path: str | Path, runs_dir: str | Path = "runs") -> Path:
     raise UserError(f"run={text}: no such run{nearest(text, names)} ({known})")
 
 
-def last_checkpoint(run_dir: str | Path) -> Path:
-    """`<run>/checkpoints/last.ckpt`; raises UserError if the run has saved none."""
-    path = Path(run_dir) / "checkpoints" / "last.ckpt"
+def checkpoint(run_dir: str | Path, which: str = "last") -> Path:
+    """`<run>/checkpoints/<which>.ckpt`, "last" or "best"; raises UserError if the run has none yet."""
+    path = Path(run_dir) / "checkpoints" / f"{which}.ckpt"
     if not path.is_file():
-        raise UserError(f"run {Path(run_dir).name} has no checkpoint yet ({path} does not exist)")
+        last = path.with_name("last.ckpt")
+        hint = "; checkpoint=last is there" if last.is_file() else f" ({last} does not exist)"
+        raise UserError(f"run {Path(run_dir).name} has no {which} checkpoint yet{hint}")
     return path
 
 

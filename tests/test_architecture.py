@@ -31,7 +31,7 @@ def layer(path: Path) -> str:
 # Layer -> the layers of src that it may know. All others are free.
 ALLOWED = {
     "errors": set(),
-    "files": {"errors"},
+    "files": {"errors", "options"},
     "ops": {"ops"},
     "layers": {"layers", "ops"},
     "mixers": {"mixers", "layers", "ops", "registry", "options", "errors"},

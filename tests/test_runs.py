@@ -259,9 +259,9 @@ def test_find_suggests() -> None:
     assert "run is empty" in error_of(runs.find, "")
 
 
-def test_last_checkpoint() -> None:
+def test_checkpoint() -> None:
     folder = made("a")
-    assert "no checkpoint" in error_of(runs.last_checkpoint, folder)
+    assert "no last checkpoint" in error_of(runs.checkpoint, folder)
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "last.ckpt").touch()
-    assert runs.last_checkpoint(folder) == folder / "checkpoints" / "last.ckpt"
+    assert runs.checkpoint(folder) == folder / "checkpoints" / "last.ckpt"

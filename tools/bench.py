@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 import time
 from collections.abc import Callable
@@ -144,7 +145,7 @@ def device_name(device: str) -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):
             return line.split(":")[1].strip()
-    return device
+    return platform.processor() or device
 
 
 def table(rows: list[dict], base: str, loglinear: str) -> str:
@@ -154,9 +155,8 @@ def table(rows: list[dict], base: str, loglinear: str) -> str:
     for row in rows:
         last = before.get(row["what"])
         growth = f"{row[base] / last[base]:.2f} / {row[loglinear] / last[loglinear]:.2f}" if last else ""
-        lines.append(
-            f"{row['what']:<20}{row['T']:>9,}{row[base]:>17.1f} ms{row[loglinear]:>27.1f} ms{row['ratio']:>8.2f}{growth:>16}"
-        )
+        times = f"{row[base]:>17.1f} ms{row[loglinear]:>27.1f} ms{row['ratio']:>8.2f}"
+        lines.append(f"{row['what']:<20}{row['T']:>9,}{times}{growth:>16}")
         before[row["what"]] = row
     return "\n".join(lines)
 

@@ -122,8 +122,9 @@ def _loglinear(chunks, tensors, carried, scale, return_state):
     kept = []
     for j, at, seen in reads(chunks, build(chunks, leaf, transition, levels)):
         inside = at.clamp(max=width - 1)
-        strength = decay[inside] * scales[inside][..., min(CHUNK_LEVELS + j, scales.shape[-1] - 1)].mT
-        o = o.index_add(0, at, strength[..., None] * (reader[inside] @ seen))
+        weight = scales[..., min(CHUNK_LEVELS + j, scales.shape[-1] - 1)].mT  # [M, H, C]
+        strength = (decay * weight).index_select(0, inside)
+        o = o.index_add(0, at, strength[..., None] * (reader.index_select(0, inside) @ seen))
         if return_state:
             kept.append(_rows_of(chunks, j, at, seen))
     out = chunks.scatter(o[:width].transpose(1, 2)).to(tensors[2].dtype)
@@ -131,7 +132,7 @@ def _loglinear(chunks, tensors, carried, scale, return_state):
         return out, None
     capacity = max(len(kept), scales.shape[-1] - CHUNK_LEVELS, 0 if levels is None else len(levels))
     empty = leaf.new_zeros(1, len(chunks.last), *leaf.shape[1:])
-    kept = torch.cat([x[None] for x in kept] + [empty] * (capacity - len(kept)))
+    kept = torch.cat([empty[:0], *(x[None] for x in kept), *[empty] * (capacity - len(kept))])
     raw = (None if x is None else x[chunks.last, : CHUNK_SIZE - 1] for x in (k, v, g, beta))
     return out, (kept, *raw)
 
@@ -145,9 +146,10 @@ def _inside(q, k, v, g, beta, scales, scale):
     repeat = H // q.shape[1]
 
     G = g.cumsum(-1)
-    tril = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=v.device).tril()
-    D = (G[..., :, None] - G[..., None, :]).masked_fill(~tril, -torch.inf).clamp(max=0).exp()
-    P = (scale * q @ k.mT).masked_fill(~tril, 0)
+    # The diagonal is 1 whatever the gates are. Left in the graph, its two equal gradients would cancel only up
+    # to rounding, which at strong decay is all that remains of the gates' gradient.
+    D = (G[..., :, None] - G[..., None, :]).tril(-1).clamp(max=0).exp().tril()
+    P = (scale * q @ k.mT).tril()
     q, k, P = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (scale * q, k, P))
     writer, matrix = k, None
     if beta is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from src.ops.checks import check_cu_seqlens, check_float, check_length, check_same, check_shape, check_state
@@ -46,26 +47,26 @@ def short_convolution(
 
     if cu_seqlens is None:
         line = torch.cat([past, x], 1)
-        shifted = [line[:, before - i : before - i + T] for i in range(before + 1)]
+        taps = [line[:, before - i : before - i + T] for i in range(before + 1)]
         last = line[:, T:]
     else:
-        # One list of all inputs, the past of every document behind the tokens; each tap picks from it.
-        line = torch.cat([x[0], past.flatten(0, 1)])
         starts = cu_seqlens[:-1].long()
         token = torch.arange(T, device=x.device)
         owner = document_of(token, cu_seqlens.long())
-        offset = token - starts[owner]
-        in_past = T + owner * before + before
-        shifted = [x]
-        for i in range(1, before + 1):
-            shifted.append(line[torch.where(offset >= i, token - i, in_past + offset - i)][None])
-        back = torch.arange(before, 0, -1, device=x.device)
-        offset = lengths[:, None] - back
+        offset = token - starts[owner]  # in the token's own document
+        taps = [F.pad(x, (0, 0, i, 0))[:, :T] * (offset >= i)[:, None] for i in range(before + 1)]
+        # All inputs in one list, the past of every document behind the tokens: what reaches before this call.
+        line = torch.cat([x[0], past.flatten(0, 1)])
+        if initial_state is not None:
+            for i in range(1, before + 1):
+                place = torch.where(offset < i, T + owner * before + before + offset - i, 0)
+                taps[i] = torch.where((offset < i)[:, None], line.index_select(0, place), taps[i])
+        offset = lengths[:, None] - torch.arange(before, 0, -1, device=x.device)
         in_past = T + torch.arange(documents, device=x.device)[:, None] * before + before + offset
         last = line[torch.where(offset >= 0, starts[:, None] + offset, in_past)]
 
     weight = weight.to(x.dtype)
-    y = sum(weight[:, before - i] * tap for i, tap in enumerate(shifted))
+    y = sum(weight[:, before - i] * tap for i, tap in enumerate(taps))
     if bias is not None:
         y = y + bias.to(x.dtype)
     if not return_state:

@@ -30,7 +30,8 @@ class Transition:
     matrix: Tensor | None
 
     def __getitem__(self, index: Tensor) -> Transition:
-        return Transition(self.log_decay[index], None if self.matrix is None else self.matrix[index])
+        matrix = None if self.matrix is None else self.matrix.index_select(0, index)
+        return Transition(self.log_decay.index_select(0, index), matrix)
 
     def after(self, earlier: Transition) -> Transition:
         """First ``earlier``, then this one."""
@@ -84,17 +85,17 @@ def build(chunks: Chunks, leaf: Tensor, transition: Transition, roots: Tensor | 
         group = place - start[document]
         if j == 0:
             chunk = (chunks.first[document] + group - chunks.begin[document]).clamp(0, len(chunks) - 1)
-            new = Level(leaf[chunk], transition[chunk], start)
+            new = Level(leaf.index_select(0, chunk), transition[chunk], start)
         else:
             below = levels[-1]
             left = (below.start[document] + 2 * group).clamp(0, below.state.shape[0] - 1)
             right = (left + 1).clamp(max=below.state.shape[0] - 1)
             later = below.transition[right]
-            state = later.apply(below.state[left]) + below.state[right]
+            state = later.apply(below.state.index_select(0, left)) + below.state.index_select(0, right)
             new = Level(state, later.after(below.transition[left]), start)
         if roots is not None:
             is_root = group < chunks.begin[document] >> j
-            root = roots[j][document] if j < len(roots) else torch.zeros_like(new.state)
+            root = roots[j].index_select(0, document) if j < len(roots) else torch.zeros_like(new.state)
             new.state = torch.where(is_root[:, None, None, None], root, new.state)
             new.transition = new.transition.where(~is_root)
         levels.append(new)
@@ -121,7 +122,7 @@ def reads(chunks: Chunks, levels: list[Level]) -> Iterator[tuple[int, Tensor, Te
     eye = None
     if first.matrix is not None:
         eye = torch.eye(first.matrix.shape[-1], dtype=first.matrix.dtype, device=first.matrix.device)
-        eye = eye.expand(width + 1, *first.matrix.shape[1:])
+        eye = eye.repeat(width + 1, first.matrix.shape[1], 1, 1)  # Inductor writes into an expanded one in place
     prefix = Transition(first.log_decay.new_zeros(width + 1, first.log_decay.shape[1]), eye)
     # Without earlier calls, each chunk that has the bit has a partner in its document that has not.
     most = width if chunks.continued else width // 2
@@ -131,7 +132,7 @@ def reads(chunks: Chunks, levels: list[Level]) -> Iterator[tuple[int, Tensor, Te
         group = level.start[chunks.document[inside]] + (chunks.index[inside] >> j) - 1
         group = group.clamp(0, level.state.shape[0] - 1)
         since = prefix[reader]
-        yield j, reader, since.apply(level.state[group])
+        yield j, reader, since.apply(level.state.index_select(0, group))
         if j + 1 < len(levels):
             longer = since.after(level.transition[group])
             prefix = Transition(
@@ -150,13 +151,13 @@ def prefixes(chunks: Chunks, levels: list[Level], leaf: Tensor, initial: Tensor 
     state = torch.zeros_like(torch.cat([leaf, leaf[:1]]))
     if initial is not None:
         first = (index == 0)[:, None, None, None]
-        state = torch.cat([torch.where(first, initial.to(leaf.dtype)[chunks.document], 0), state[:1]])
+        state = torch.cat([torch.where(first, initial.to(leaf.dtype).index_select(0, chunks.document), 0), state[:1]])
     for j, level in reversed(list(enumerate(levels))):
         most = min(width, (width >> (j + 1)) + len(chunks.first))
         target = select((index & -index) == 1 << j, most)
         inside = target.clamp(max=width - 1)
         group = level.start[chunks.document[inside]] + (index[inside] >> j) - 1
         group = group.clamp(0, len(level.state) - 1)
-        before = state[(inside - (1 << j)).clamp(min=0)]
-        state = state.index_copy(0, target, level.transition[group].apply(before) + level.state[group])
+        before = state.index_select(0, (inside - (1 << j)).clamp(min=0))
+        state = state.index_copy(0, target, level.transition[group].apply(before) + level.state.index_select(0, group))
     return state[:width]

@@ -143,9 +143,14 @@ def test_no_decay_and_strong_decay(family: str, decay: float, seed: int) -> None
     rounded = {name: None if x is None else x.detach().float() for name, x in arguments.items()}
     single = leaves(rounded)
     o32, _ = operator(family)(**rounded)
-    grads = torch.autograd.grad(o32.sum(), list(single.values()))
+    weight = torch.randn_like(o)
+    grads = torch.autograd.grad(o32, list(single.values()), weight.float())
+    exact = torch.autograd.grad(operator(family)(**arguments)[0], list(tensors.values()), weight)
     assert all(x.isfinite().all() for x in (o32, *grads))
     assert relative_error(o32, o) < 1e-5
+    for name, a, b in zip(tensors, grads, exact, strict=True):
+        if decay <= 10:  # at -400 a step the gradient of g is e^-400
+            assert_close(a, b, 1e-4, f"gradient of {name} in fp32")
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if "delta" in f])
@@ -301,6 +306,15 @@ def test_nothing_is_changed_in_place(family: str, seed: int) -> None:
     assert torch.equal(first, second)
     third, _ = operator(family)(**arguments, initial_state=copy)
     assert torch.equal(first, third)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_of_a_sequence_shorter_than_a_chunk(family: str, seed: int) -> None:
+    arguments = inputs(family, 9, L=4)
+    whole, _ = operator(family)(**arguments)
+    _, state = operator(family)(**part(arguments, 0, 5), return_state=True)
+    o, _ = operator(family)(**part(arguments, 5, 9), initial_state=state)
+    assert_close(o, whole[:, 5:], 1e-12, "output")
 
 
 @pytest.mark.parametrize("family", LOGLINEAR)

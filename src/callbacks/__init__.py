@@ -1,0 +1,1 @@
+"""Small callbacks, one job each. They write numbers through `LanguageModule.record`."""

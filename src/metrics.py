@@ -1,0 +1,85 @@
+"""Validation totals: sums that are exact over unequal batches and over ranks."""
+
+import math
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class TokenTotals(Metric):
+    """Sums of the negative log-likelihood, of labelled tokens and of the text's bytes.
+
+    `compute` gives
+        loss            Σ NLL / Σ tokens, in nats a token
+        perplexity      exp(loss), by token
+        bits_per_byte   Σ NLL / (ln 2 · Σ bytes), only if every batch named its bytes
+        tokens          Σ tokens
+    The sums are float64 (float32 on MPS, which has no float64): 1e9 tokens in float32 lose the last nats.
+    """
+
+    full_state_update = False
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.precision = torch.float32 if torch.device(device).type == "mps" else torch.float64
+        for name in ("nll", "tokens", "bytes"):
+            self.add_state(name, torch.zeros((), dtype=self.precision), dist_reduce_fx="sum")
+        self.to(device)
+
+    def update(self, nll: Tensor, tokens: int, n_bytes: float | None) -> None:
+        self.nll += nll.detach().to(self.precision)
+        self.tokens += tokens
+        self.bytes += math.nan if n_bytes is None else n_bytes
+
+    def compute(self) -> dict[str, float]:
+        nll, tokens, n_bytes = torch.stack([self.nll, self.tokens, self.bytes]).tolist()
+        if not tokens:
+            return {}
+        loss = nll / tokens
+        values = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": tokens}
+        if n_bytes > 0:  # false for NaN too
+            values["bits_per_byte"] = nll / (math.log(2) * n_bytes)
+        return values
+
+
+class RecallTotals(Metric):
+    """Associative recall: mean over sequences of a sequence's accuracy (Arora et al. 2023, arXiv:2312.04927).
+
+    A batch is of one kind, (sequence length, number of pairs). `compute` gives the sums of each kind as
+    `{(seq_len, n_pairs): (sum of accuracies, sequences)}`, empty where no batch had pairs.
+    """
+
+    full_state_update = False
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.add_state("rows", [], dist_reduce_fx="cat")
+        self.to(device)
+
+    def update(self, right: Tensor, row: Tensor, n_rows: int, seq_len: int, n_pairs: int) -> None:
+        """`right [N]` tells which labelled places were answered right, `row [N]` the sequence of each."""
+        counts = torch.zeros(2, n_rows, device=right.device)
+        counts.index_add_(1, row, torch.stack([right.float(), torch.ones_like(right, dtype=torch.float32)]))
+        asked = counts[1] > 0
+        accuracy = torch.where(asked, counts[0] / counts[1].clamp(min=1), 0.0)
+        kind = torch.tensor([seq_len, n_pairs], device=right.device, dtype=torch.float32)
+        self.rows.append(torch.cat([kind, torch.stack([accuracy.sum(), asked.sum()])])[None])
+
+    def compute(self) -> dict[tuple[int, int], tuple[float, int]]:
+        rows = torch.cat(self.rows) if isinstance(self.rows, list) and self.rows else self.rows
+        kinds: dict[tuple[int, int], tuple[float, int]] = {}
+        for seq_len, n_pairs, total, sequences in [] if isinstance(rows, list) else rows.tolist():
+            if sequences:  # ranks with fewer batches are given ones without labels
+                before = kinds.get((int(seq_len), int(n_pairs)), (0.0, 0))
+                kinds[int(seq_len), int(n_pairs)] = (before[0] + total, before[1] + int(sequences))
+        return kinds
+
+
+def accuracies(kinds: dict[tuple[int, int], tuple[float, int]]) -> dict[str, float]:
+    """`accuracy` over all sequences and `accuracy/pairs_<N>` by number of pairs."""
+    groups: dict[str, list[tuple[float, int]]] = {}
+    for (_, n_pairs), sums in sorted(kinds.items()):
+        groups.setdefault("accuracy", []).append(sums)
+        groups.setdefault(f"accuracy/pairs_{n_pairs}", []).append(sums)
+    return {tag: sum(s for s, _ in g) / sum(n for _, n in g) for tag, g in groups.items()}

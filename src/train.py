@@ -1,0 +1,206 @@
+"""Train a model: `python -m src.train mixer=loglinear_gdn data=pystdlib`; `--help` lists every option."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from src import config, runs
+from src.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from src.callbacks.manifest import Manifest
+from src.callbacks.memory import Memory
+from src.callbacks.nonfinite import NonFiniteError, NonFiniteGuard
+from src.callbacks.preemption import Aborted, Preempted, Preemption
+from src.callbacks.progress import Progress
+from src.callbacks.throughput import Throughput
+from src.callbacks.validation import EdgeValidation
+from src.config import Config
+from src.data import DataModule
+from src.errors import UserError
+from src.generation import Sampling, generate, stream_text
+from src.loggers import CsvLogger, TensorBoard, quiet_lightning
+from src.module import LanguageModule
+from src.options import one_line
+from src.registry import DATA
+
+
+def main(cfg: Config) -> None:
+    """Train and turn every foreseen end into an exit status: 130 Ctrl-C, 143 SIGTERM, 1 a non-finite loss."""
+    try:
+        train(cfg)
+    except Preempted as stop:
+        # Rank 0 alone reports the signal: a launcher kills all ranks as soon as one of them fails.
+        if not runs.is_child():
+            print(f"{stop}\nresume with: {resume_command(cfg)}")
+            raise SystemExit(stop.exit_status) from None
+    except (Aborted, KeyboardInterrupt):
+        sys.stderr.write("aborted: nothing saved since the last checkpoint\n")
+        raise SystemExit(130) from None
+    except NonFiniteError as error:
+        if not runs.is_child():
+            sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None
+
+
+def train(cfg: Config) -> Path:
+    """One run from its options to its folder, which is returned."""
+    quiet_lightning()
+    run_dir = runs.create(cfg)
+    try:
+        data = DATA.get(cfg.data.name)(cfg.data, seed=cfg.seed, micro_batch_size=cfg.trainer.micro_batch_size)
+        data.prepare_data()
+        data.setup("fit")
+
+        seed_everything(cfg.seed, verbose=False)
+        plain = config.asdict(cfg)
+        module = LanguageModule(plain, data.vocab_size, cfg.model.max_seq_len or data.max_seq_len)
+        module.configure_model()
+
+        last = run_dir / "checkpoints" / "last.ckpt"
+        start_step = steps_done(last)
+        if start_step >= cfg.trainer.max_steps:
+            steps = f"{start_step} steps done, trainer.max_steps={cfg.trainer.max_steps}"
+            say(f"run {cfg.run.name} is finished: {steps}")
+            return run_dir
+        trainer = build_trainer(cfg, run_dir, data, module, start_step)
+    except BaseException:
+        # A mistake that shows only now must not leave an empty folder behind, which would hold the name.
+        if not runs.is_child():
+            with contextlib.suppress(OSError):
+                run_dir.rmdir()
+        raise
+
+    if trainer.is_global_zero:
+        last.parent.mkdir(exist_ok=True)
+        config.save(cfg, run_dir / runs.CONFIG_FILE)
+        data.save_tokenizer(run_dir)
+    trainer.loggers[0].start(plain)
+    describe(cfg, run_dir, data, module, start_step)
+
+    trainer.fit(module, datamodule=data, ckpt_path=last if start_step else None, weights_only=True)
+
+    if trainer.is_global_zero:
+        report(module, trainer)
+        if cfg.trainer.sample_tokens and data.tokenizer is not None:
+            sample(module.to(trainer.strategy.root_device), data, cfg)
+        print(f"\nrun folder: {run_dir}\ncurves:     tensorboard --logdir {run_dir.parent}")
+    return run_dir
+
+
+def build_trainer(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModule, start_step: int) -> Trainer:
+    options = cfg.trainer
+    folder = run_dir / "checkpoints"
+    flops = module.model.flops_per_token(data.config.seq_len)
+    try:
+        trainer = Trainer(
+            max_steps=options.max_steps,
+            max_epochs=-1,
+            accelerator=options.accelerator,
+            devices=options.devices,
+            num_nodes=options.num_nodes,
+            strategy=options.strategy,
+            precision=options.precision,
+            gradient_clip_val=options.grad_clip,
+            check_val_every_n_epoch=None,
+            limit_val_batches=options.val_batches or 1.0,
+            num_sanity_val_steps=0,
+            log_every_n_steps=options.log_every,
+            use_distributed_sampler=False,
+            logger=[TensorBoard(run_dir, start_step), CsvLogger(run_dir, start_step)],
+            callbacks=[  # in the order in which they are called
+                Preemption(folder / "last.ckpt"),
+                Manifest(run_dir, config.asdict(cfg), data.describe()),
+                NonFiniteGuard(),
+                Throughput(flops),
+                Memory(),
+                Progress(options.progress),
+                EdgeValidation(options.val_every),
+                LastCheckpoint(folder, options.checkpoint_every),
+                BestCheckpoint(folder),
+            ],
+            default_root_dir=run_dir,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except (ValueError, MisconfigurationException) as error:  # a strategy or a device that is not there
+        chosen = ", ".join(f"{key}={getattr(options, key)}" for key in ("accelerator", "devices", "strategy"))
+        raise UserError(f"trainer ({chosen}): {one_line(error)}") from error
+    # Both depend on the number of ranks, which only the trainer knows.
+    data.trainer = trainer
+    trainer.accumulate_grad_batches = data.accumulation
+    trainer.val_check_interval = options.val_every * data.accumulation
+    return trainer
+
+
+def steps_done(checkpoint: Path) -> int:
+    """Optimizer steps of a checkpoint, 0 where there is none; tensors are not read."""
+    if not checkpoint.is_file():
+        return 0
+    return torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)["global_step"]
+
+
+def resume_command(cfg: Config) -> str:
+    folder = "" if cfg.run.dir == "runs" else f" run.dir={cfg.run.dir}"
+    return f"python -m src.train resume=auto run.name={cfg.run.name}{folder}"
+
+
+def describe(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModule, start_step: int) -> None:
+    model, seq_len = module.model, data.config.seq_len
+    say(f"run:   {run_dir}" + (f", continued after step {start_step}" if start_step else ""))
+    facts = data.describe()
+    say("data:  " + ", ".join(f"{key} {value}" for key, value in facts.items() if "." not in key))
+    for split in ("train", "val", "test"):
+        counts = {k.partition(".")[2]: v for k, v in facts.items() if k.startswith(f"{split}.")}
+        if counts:
+            say(f"       {split}: " + ", ".join(f"{number:,} {what}" for what, number in counts.items()))
+    say(
+        f"model: {cfg.mixer.name}, {model.num_parameters():,} parameters"
+        f" ({model.num_parameters(embedding=False):,} without embeddings),"
+        f" {model.state_bytes(seq_len):,} bytes of state after {seq_len:,} tokens"
+    )
+
+
+def report(module: LanguageModule, trainer: Trainer) -> None:
+    """Validation before and after, as a table."""
+    names = {"loss": "val/loss", "perplexity": "val/perplexity", "bits per byte": "val/bits_per_byte"}
+    names["accuracy"] = "val/accuracy"
+    before, after = module.first_validation, module.metrics
+    print(f"\nvalidation     {'before':>10} {'after':>10}")
+    for name, tag in names.items():
+        if tag in after:
+            print(f"{name:<14} {before.get(tag, float('nan')):>10.5g} {after[tag]:>10.5g}")
+    if "val/loss" in before:
+        fell = before["val/loss"] - after["val/loss"]
+        print(f"the validation loss fell by {fell:.4f} nats a token in {trainer.global_step} steps")
+    rates = [c.mean for c in trainer.callbacks if isinstance(c, Throughput) and c.mean]
+    if rates:
+        print(f"{rates[0]:,.0f} tokens/s")
+
+
+def sample(module: LanguageModule, data: DataModule, cfg: Config) -> None:
+    print("\nsample:")
+    ids = generate(
+        module.model.eval(),
+        [data.tokenizer.eot],
+        cfg.trainer.sample_tokens,
+        Sampling(temperature=0.8, top_p=0.95),
+        seed=cfg.seed,
+        stop=data.tokenizer.eot,
+    )
+    for text in stream_text(ids, data.tokenizer.decode):
+        print(text, end="", flush=True)
+    print()
+
+
+def say(text: str) -> None:
+    """Print on rank 0 only."""
+    if not runs.is_child():
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    config.run_cli(main, Config)

@@ -1,0 +1,109 @@
+import pytest
+import torch
+from torch import nn
+
+from src.callbacks.nonfinite import NonFiniteError, first_nonfinite
+from src.module import LanguageModule
+from tests.training import checkpoint, run
+
+
+class Bad(torch.autograd.Function):
+    """The identity whose gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.nan
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.third = nn.Linear(4, 1)
+        self.bad_gradient = False
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        return self.third(Bad.apply(h) if self.bad_gradient else h)
+
+
+class Fake:
+    def __init__(self) -> None:
+        self.model = Model()
+
+    def nll_sum(self, batch):
+        return self.model(batch["x"]).sum()
+
+
+@pytest.fixture
+def fake():
+    return Fake()
+
+
+BATCH = {"x": torch.ones(2, 4)}
+
+
+def test_finite_model_has_no_culprit(fake):
+    assert first_nonfinite(fake, BATCH) is None
+
+
+def test_parameter(fake):
+    fake.model.third.weight.data[0, 0] = torch.nan
+    assert first_nonfinite(fake, BATCH) == "parameter third.weight"
+
+
+def test_innermost_layer_whose_output_is_not_finite(fake):
+    fake.model.second[0].weight.data.fill_(3e38)
+    assert first_nonfinite(fake, BATCH) == "the output of second.0 (Linear)"
+
+
+def test_gradient(fake):
+    fake.model.bad_gradient = True
+    assert first_nonfinite(fake, BATCH) == "the gradient of second.0.bias"
+
+
+def poison(monkeypatch, step: int) -> None:
+    """The last norm's output becomes infinite in optimizer step `step` only."""
+    original = LanguageModule.labelled_logits
+
+    def labelled_logits(self, batch):
+        batch_step = int(batch["input_ids"].sum())
+        if self.training and self.trainer.global_step == step - 1 and not hasattr(self, "poisoned"):
+            self.poisoned = batch_step
+        if getattr(self, "poisoned", None) == batch_step and self.training:
+            handle = self.model.norm.register_forward_pre_hook(lambda layer, args: (args[0] * torch.inf,))
+            try:
+                return original(self, batch)
+            finally:
+                handle.remove()
+        return original(self, batch)
+
+    monkeypatch.setattr(LanguageModule, "labelled_logits", labelled_logits)
+
+
+def test_run_stops_with_the_layer_and_without_a_poisoned_checkpoint(tmp_path, monkeypatch):
+    """The bad step is the third of six; numbers are looked at after the fourth, whose batch is harmless."""
+    poison(monkeypatch, step=3)
+    with pytest.raises(NonFiniteError, match=r"step 4 or shortly before; first in the output of norm \("):
+        run(tmp_path, "run.name=a", "trainer.log_every=4", "trainer.checkpoint_every=2", "trainer.val_every=6")
+    saved = checkpoint(tmp_path / "runs" / "a")
+    assert saved["global_step"] == 2
+    assert all(p.isfinite().all() for p in saved["state_dict"].values())
+
+
+def test_no_checkpoint_is_written_after_a_bad_step(tmp_path, monkeypatch):
+    poison(monkeypatch, step=3)
+    with pytest.raises(NonFiniteError, match="the output of norm"):
+        run(
+            tmp_path,
+            "run.name=a",
+            "trainer.log_every=100",
+            "trainer.checkpoint_every=1",
+            "trainer.val_every=6",
+        )
+    assert checkpoint(tmp_path / "runs" / "a")["global_step"] == 2

@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from src.config import compose
+from src.errors import UserError
+from src.generation import Sampling, Timing, generate, probabilities, stream_text
+from src.model import LanguageModel
+
+VOCAB = 16
+
+
+@pytest.fixture
+def model(seed):
+    cfg = compose(["mixer=loglinear_gdn", "data=mqar", "model.d_model=16", "model.n_layers=1"])
+    return LanguageModel(cfg.model, cfg.mixer, VOCAB, 32).eval()
+
+
+LOGITS = torch.tensor([0.5, 0.2, 0.25, 0.05]).log()
+
+
+def test_temperature():
+    torch.testing.assert_close(probabilities(LOGITS, Sampling()), LOGITS.exp())
+    hot = probabilities(LOGITS, Sampling(temperature=2.0))
+    torch.testing.assert_close(hot, (LOGITS / 2).softmax(-1))
+    assert probabilities(LOGITS, Sampling(temperature=0)).tolist() == [1, 0, 0, 0]
+    assert probabilities(LOGITS, Sampling(temperature=1e-30)).tolist() == [1, 0, 0, 0]
+
+
+def test_top_k():
+    assert probabilities(LOGITS, Sampling(top_k=2)).tolist() == pytest.approx([2 / 3, 0, 1 / 3, 0])
+    assert probabilities(LOGITS, Sampling(top_k=99)).tolist() == pytest.approx([0.5, 0.2, 0.25, 0.05])
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it():
+    assert probabilities(LOGITS, Sampling(top_p=0.7)).tolist() == pytest.approx([2 / 3, 0, 1 / 3, 0])
+    assert probabilities(LOGITS, Sampling(top_p=0.8)).tolist() == pytest.approx([50 / 95, 20 / 95, 25 / 95, 0])
+    assert probabilities(LOGITS, Sampling(top_p=0)).tolist() == [1, 0, 0, 0]
+    both = probabilities(LOGITS, Sampling(top_k=2, top_p=0.6))  # 2/3 of what top-k has left
+    assert both.tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 1.5}, {"top_p": -0.1}])
+def test_impossible_sampling_is_named(wrong):
+    with pytest.raises(UserError, match=rf"^{next(iter(wrong))}="):
+        Sampling(**wrong)
+
+
+def test_greedy_generation_equals_the_argmax_of_whole_sequences(model):
+    prompt = torch.randint(VOCAB, (70,)).tolist()
+    new = list(generate(model, prompt, 6, Sampling(temperature=0)))
+    whole = torch.tensor([prompt + new])
+    expected = model(whole)[0, len(prompt) - 1 : -1].argmax(-1)
+    assert new == expected.tolist()
+
+
+def test_seed_decides_the_draws(model):
+    a, b, c = (list(generate(model, [1], 20, Sampling(), seed=seed)) for seed in (1, 1, 2))
+    assert a == b != c
+
+
+def test_stop_token_ends_and_is_not_given(model):
+    whole = list(generate(model, [1], 20, Sampling(), seed=3))
+    stop = whole[5]
+    cut = list(generate(model, [1], 20, Sampling(), seed=3, stop=stop))
+    assert cut == whole[: whole.index(stop)]
+
+
+def test_timing(model):
+    timing = Timing()
+    new = list(generate(model, [1] * 9, 4, Sampling(), timing=timing))
+    assert (timing.prompt_tokens, timing.new_tokens) == (9, len(new))
+    assert timing.prefill_seconds > 0
+    assert timing.step_seconds > 0
+    state = model.step(torch.tensor([[1] * 9 + new[:-1]]))[1]  # the last token need not be read
+    assert timing.state_bytes == state.num_bytes
+
+
+def test_empty_prompt_is_refused(model):
+    with pytest.raises(ValueError, match="prompt"):
+        next(generate(model, [], 1, Sampling()))
+
+
+def test_streamed_text_waits_for_whole_characters():
+    text = "aé€😀b"
+    pieces = list(stream_text(iter(text.encode()), lambda ids: bytes(ids).decode(errors="replace")))
+    assert "".join(pieces) == text
+    assert pieces == ["a", "é", "€", "😀", "b"]
+    broken = list(stream_text(iter(b"a\xf0\x9f"), lambda ids: bytes(ids).decode(errors="replace")))
+    assert "".join(broken) == "a\ufffd"
