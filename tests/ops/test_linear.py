@@ -147,7 +147,8 @@ def test_no_decay_and_strong_decay(family: str, decay: float, seed: int) -> None
     grads = torch.autograd.grad(o32, list(single.values()), weight.float())
     exact = torch.autograd.grad(operator(family)(**arguments)[0], list(tensors.values()), weight)
     assert all(x.isfinite().all() for x in (o32, *grads))
-    assert relative_error(o32, o) < 1e-5
+    # Sums of g over a chunk are fp32, so an exponent is wrong by up to an ulp of the largest sum.
+    assert relative_error(o32, o) < 1e-5 + 64 * 2 * decay * 2**-24
     for name, a, b in zip(tensors, grads, exact, strict=True):
         if decay <= 10:  # at -400 a step the gradient of g is e^-400
             assert_close(a, b, 1e-4, f"gradient of {name} in fp32")
