@@ -18,21 +18,21 @@ from src.errors import UserError
 @dataclass
 class OptimConfig:
     lr: float = 3e-3
-    "Peak learning rate of AdamW."
+    """Peak learning rate of AdamW."""
     weight_decay: float = 0.1
-    "Decay of the weight matrices; vectors, embeddings and flagged parameters are never decayed."
+    """Decay of the weight matrices; vectors, embeddings and flagged parameters are never decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
-    "AdamW's averaging factors of the gradient and of its square."
+    """AdamW's averaging factors of the gradient and of its square."""
     eps: float = 1e-8
-    "Added to the root of the second moment."
+    """Added to the root of the second moment."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    "After the warm-up: half a cosine, flat with a linear decay at the end (WSD), or flat."
+    """After the warm-up: half a cosine, flat with a linear decay at the end (WSD), or flat."""
     warmup_steps: int = 50
-    "Optimizer steps over which the learning rate rises linearly to its peak."
+    """Optimizer steps over which the learning rate rises linearly to its peak."""
     decay_steps: int | None = None
-    "Last optimizer steps over which WSD decays; null: a fifth of trainer.max_steps."
+    """Last optimizer steps over which WSD decays; null: a fifth of trainer.max_steps."""
     min_lr_ratio: float = 0.1
-    "Learning rate at the end of cosine and WSD, as a share of the peak."
+    """Learning rate at the end of cosine and WSD, as a share of the peak."""
 
     def __post_init__(self) -> None:
         checks = [
@@ -56,7 +56,7 @@ def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:
     share of the decay that is over: cosine r + (1 - r)(1 + cos πp)/2 from the end of the warm-up to
     `max_steps`; WSD (Hu et al. 2024, arXiv:2404.06395) 1 - (1 - r) p over the last `decay_steps`.
     Steps after `max_steps` keep the last value. A warm-up longer than the run never reaches the peak.
-    """
+    """""""
     warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     floor = config.min_lr_ratio
     if config.schedule == "cosine":
@@ -79,7 +79,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
     Not decayed: parameters of fewer than two dimensions (norms, biases, gates), those that carry
     `no_weight_decay = True`, and embeddings, a head tied to one included (one parameter under two names).
-    """
+    """""""
     trainable = dict(p for p in model.named_parameters() if p[1].requires_grad)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     decayed, kept = [], []
@@ -97,7 +97,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, max_steps: int) -> di
     """AdamW and its schedule under the keys that Lightning's `configure_optimizers` expects.
 
     The schedule advances once an optimizer step ("interval": "step"); Lightning counts epochs otherwise.
-    """
+    """""""
     groups = parameter_groups(model, config.weight_decay)
     # One kernel for the whole update where the backend has it: on CUDA about a third of the foreach time.
     fused = all(p.device.type in {"cuda", "cpu"} for group in groups for p in group["params"])
