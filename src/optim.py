@@ -56,7 +56,7 @@ def lr_at(step: int, config: OptimConfig, max_steps: int) -> float:
     share of the decay that is over: cosine r + (1 - r)(1 + cos πp)/2 from the end of the warm-up to
     `max_steps`; WSD (Hu et al. 2024, arXiv:2404.06395) 1 - (1 - r) p over the last `decay_steps`.
     Steps after `max_steps` keep the last value. A warm-up longer than the run never reaches the peak.
-    """""""
+    """
     warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     floor = config.min_lr_ratio
     if config.schedule == "cosine":
@@ -79,7 +79,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
     Not decayed: parameters of fewer than two dimensions (norms, biases, gates), those that carry
     `no_weight_decay = True`, and embeddings, a head tied to one included (one parameter under two names).
-    """""""
+    """
     trainable = dict(p for p in model.named_parameters() if p[1].requires_grad)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     decayed, kept = [], []
@@ -97,7 +97,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, max_steps: int) -> di
     """AdamW and its schedule under the keys that Lightning's `configure_optimizers` expects.
 
     The schedule advances once an optimizer step ("interval": "step"); Lightning counts epochs otherwise.
-    """""""
+    """
     groups = parameter_groups(model, config.weight_decay)
     # One kernel for the whole update where the backend has it: on CUDA about a third of the foreach time.
     fused = all(p.device.type in {"cuda", "cpu"} for group in groups for p in group["params"])
