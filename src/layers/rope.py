@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from src.ops.chunks import document_of
+
 
 def token_positions(
     batch: int,
@@ -20,9 +22,7 @@ def token_positions(
     if cu_seqlens is None:
         positions = index.expand(batch, seq_len)
         return positions if start is None else positions + start[:, None]
-    # The number of documents that end at or before a token is the document it is in; empty ones drop out.
-    ends = cu_seqlens[1:].to(index.dtype)
-    document = torch.searchsorted(ends, index, right=True)
+    document = document_of(index, cu_seqlens)
     positions = index - cu_seqlens.to(index.dtype)[document]
     return (positions if start is None else positions + start[document])[None]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from src.ops.checks import check_cu_seqlens, check_float, check_length, check_same, check_shape, check_state
 from src.ops.chunks import document_lengths
@@ -82,18 +85,20 @@ def _continued(q: Tensor, state: AttentionState) -> Tensor:
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.nn.attention, "varlen"):
-        return _varlen(q, k, v, cu_seqlens)
+    if q.device.type == "cuda" and q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] <= 256:
+        return _varlen(q, k, v, cu_seqlens)  # what FlashAttention's kernel takes
     return attention_by_document(q, k, v, cu_seqlens)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+# The option that makes it causal has changed its name between torch 2.11 and 2.13.
+_CAUSAL = {"window_size": (-1, 0)} if "window_size" in signature(varlen_attn).parameters else {"is_causal": True}
 
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, 2) if repeat > 1 else x for x in (k, v))
     cu, longest = cu_seqlens.int(), q.shape[1]
-    return varlen_attn(q[0], k[0], v[0], cu, cu, longest, longest, window_size=(-1, 0))[None]
+    return varlen_attn(q[0], k[0], v[0], cu, cu, longest, longest, **_CAUSAL)[None]
 
 
 def _slices(cu_seqlens: Tensor) -> list[slice]:

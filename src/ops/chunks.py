@@ -82,7 +82,9 @@ def document_lengths(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 def document_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The document that each flat token index belongs to; empty documents own none."""
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+    # Not cu_seqlens[1:]: Inductor (torch 2.11, CUDA) drops a slice's offset inside searchsorted, without a word.
+    ends = cu_seqlens.diff().cumsum(0)
+    return torch.searchsorted(ends, tokens, right=True)
 
 
 def is_dynamic(x: Tensor) -> bool:

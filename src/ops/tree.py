@@ -106,7 +106,8 @@ def select(mask: Tensor, most: int) -> Tensor:
     """Indices where ``mask`` holds; where sizes must be static, padded to ``most`` with ``len(mask)``."""
     if is_dynamic(mask):
         return mask.nonzero().flatten()
-    return torch.nonzero_static(mask, size=most, fill_value=mask.shape[0]).flatten()
+    # The i-th True is where the running count reaches i; a count that is never reached is found at the end.
+    return torch.searchsorted(mask.cumsum(0), torch.arange(1, most + 1, device=mask.device))
 
 
 def reads(chunks: Chunks, levels: list[Level]) -> Iterator[tuple[int, Tensor, Tensor]]:

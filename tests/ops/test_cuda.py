@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from src.ops import short_convolution, softmax_attention
+from src.ops import attention, short_convolution, softmax_attention
 from src.ops.reference import parallel
 from tests.ops.helpers import (
     FAMILIES,
@@ -94,12 +94,16 @@ def test_compiled_by_inductor(family: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
-def test_packed_attention(dtype: torch.dtype, bound: float, seed: int) -> None:
+def test_packed_attention(dtype: torch.dtype, bound: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 through variable-length attention, fp32 document by document."""
+    by_document = []
+    original = attention.attention_by_document
+    monkeypatch.setattr(attention, "attention_by_document", lambda *a: by_document.append(a) or original(*a))
     exact = {name: torch.randn(1, 300, 4, 32).to(dtype).double().requires_grad_() for name in ("q", "k", "v")}
     given = {name: x.detach().to(dtype).cuda().requires_grad_() for name, x in exact.items()}
     cu = torch.tensor([0, 0, 5, 70, 300])
     o, _ = softmax_attention(**given, cu_seqlens=cu.cuda().int())
+    assert bool(by_document) == (dtype == torch.float32)
     expected, _ = softmax_attention(**exact, cu_seqlens=cu)
     weight = torch.randn_like(expected)
     assert_close(o.cpu(), expected, bound, "output")
