@@ -62,8 +62,8 @@ class TrainerConfig:
     """Rows per rank and forward pass; null: all of a step's rows at once. Accumulation is derived from it."""
     val_every: int = 100
     """Optimizer steps between validations; step 0 and the last step are validated too."""
-    val_batches: int | None = 20
-    """Batches per validation; null: the whole validation split."""
+    val_batches: int | None = None
+    """Batches per validation at most, for quick looks; null: all (data.val_rows of a corpus)."""
     log_every: int = 10
     """Optimizer steps between two logged points."""
     checkpoint_every: int = 100

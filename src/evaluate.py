@@ -127,6 +127,8 @@ def build_data(run: Config, run_dir: Path, changes: dict[str, Any]) -> DataModul
     saved = config.asdict(run.data)
     if name != run.data.name:
         saved = {"name": name, "seq_len": saved["seq_len"], "batch_size": saved["batch_size"]}
+    if "val_rows" in type_hints(cls.Config):
+        saved["val_rows"] = None
     tokenizer = run_dir / "tokenizer.json"
     if tokenizer.is_file() and "tokenizer" in type_hints(cls.Config):
         if "tokenizer" in changes:

@@ -11,7 +11,7 @@ from tests.training import rows, run, write_corpus
 
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory) -> Path:
-    return run(tmp_path_factory.mktemp("evaluate"), "run.name=text", "trainer.val_batches=null")
+    return run(tmp_path_factory.mktemp("evaluate"), "run.name=text", "trainer.val_batches=null", "data.val_rows=null")
 
 
 @pytest.fixture(scope="module")

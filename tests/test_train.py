@@ -204,7 +204,7 @@ def test_signal_saves_and_says_how_to_resume(tmp_path, signum, status, ranks):
 def test_two_ranks_equal_one(tmp_path):
     """Losses to rounding, one run folder, validation over all ranks exact."""
     write_corpus(tmp_path / "corpus")
-    more = ["trainer.val_batches=null", "data.val_batch_size=4"]
+    more = ["trainer.val_batches=null", "data.val_rows=null", "data.val_batch_size=4"]
     one = run(tmp_path, "run.name=one", *more)
     process = spawn(*options(tmp_path, "trainer.devices=2", *more))
     out, err = process.communicate(timeout=300)

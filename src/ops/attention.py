@@ -7,7 +7,6 @@ from inspect import signature
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from src.ops.checks import check_cu_seqlens, check_float, check_length, check_same, check_shape, check_state
 from src.ops.chunks import document_lengths
@@ -90,15 +89,16 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     return attention_by_document(q, k, v, cu_seqlens)
 
 
-# The option that makes it causal has changed its name between torch 2.11 and 2.13.
-_CAUSAL = {"window_size": (-1, 0)} if "window_size" in signature(varlen_attn).parameters else {"is_causal": True}
-
-
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # here, because it imports Triton
+
+    # The option that makes it causal has changed its name between torch 2.11 and 2.13.
+    windowed = "window_size" in signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if windowed else {"is_causal": True}
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, 2) if repeat > 1 else x for x in (k, v))
     cu, longest = cu_seqlens.int(), q.shape[1]
-    return varlen_attn(q[0], k[0], v[0], cu, cu, longest, longest, **_CAUSAL)[None]
+    return varlen_attn(q[0], k[0], v[0], cu, cu, longest, longest, **causal)[None]
 
 
 def _slices(cu_seqlens: Tensor) -> list[slice]:

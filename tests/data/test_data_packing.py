@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from src.errors import UserError
+
 EOT = 256
 
 
@@ -108,3 +110,21 @@ def test_number_of_cu_seqlens_shapes_is_small(corpus, prose, seed):
     shapes = {len(module.batch("train", range(8 * s, 8 * s + 8))["cu_seqlens"]) for s in range(50)}
     assert all(n % 16 == 0 for n in shapes)
     assert len(shapes) <= 4
+
+
+@pytest.mark.parametrize("packing", ["documents", "concatenate"])
+def test_validation_during_training_is_the_same_rows_whatever_the_batch(text, prose, packing):
+    """Evenly spread over the split, so that runs of different batch sizes can be compared."""
+    seen = {}
+    for batch in (1, 3, 8):
+        module = text({"a.txt": prose(20_000)} if not seen else {}, seq_len=16, val_rows=10, val_batch_size=batch,
+                      packing=packing)  # fmt: skip
+        seen[batch] = [i for b in module.val_dataloader() for i in b["input_ids"].flatten().tolist()]
+    assert len(seen[1]) == 10 * 16
+    assert seen[1] == seen[3] == seen[8]
+    whole = text({}, seq_len=16, val_rows=None, packing=packing)
+    every = [i for b in whole.val_dataloader() for i in b["input_ids"].flatten().tolist()]
+    n = whole.n_rows("val")
+    assert seen[1] == [t for i in range(10) for t in every[i * n // 10 * 16 :][:16]]
+    with pytest.raises(UserError, match=r"data.val_rows=0: must be at least 1"):
+        text({}, val_rows=0)

@@ -38,12 +38,19 @@ class Corpus(DataModule):
         """End-of-text token of a foreign tokenizer; null: <|endoftext|>, </s>, <eos> or the like."""
         packing: Literal["documents", "concatenate"] = "documents"
         """documents: states and attention stop at document borders; concatenate: they run through a row."""
+        val_rows: int | None = 128
+        """Validation rows that training looks at, evenly spread over the split; null: all. evaluate takes all."""
         cache_dir: str | None = None
         """Where tokens and trained tokenizers are kept; null: data/cache of the repository."""
         tokenizer_bytes: int = 200_000_000
         """Train bpe on about so many bytes of the training split, from its beginning."""
 
     config: Config
+
+    def __init__(self, config: Config, *, seed: int = 0, micro_batch_size: int | None = None) -> None:
+        super().__init__(config, seed=seed, micro_batch_size=micro_batch_size)
+        if config.val_rows is not None and config.val_rows < 1:
+            raise UserError(f"data.val_rows={config.val_rows}: must be at least 1 (null: all)")
 
     # What a subclass writes
 
@@ -149,19 +156,24 @@ class Corpus(DataModule):
         length, size = len(self._streams[split]), self._row_length(split)
         return length // size if split == "train" else -(-length // size)
 
-    n_samples = n_rows
+    def n_samples(self, split: Split) -> int:
+        n = self.n_rows(split)
+        return n if split != "val" or self.config.val_rows is None else min(n, self.config.val_rows)
 
     def batch(self, split: Split, samples: Sequence[int]) -> Batch:
         stream, size, n = self._streams[split], self._row_length(split), self.n_rows(split)
         if split == "train":
             samples = [int(permutation(n, self.seed, i // n)[i % n]) for i in samples]
+        elif (taken := self.n_samples(split)) < n:
+            samples = [i * n // taken for i in samples]
         rows = [(i * size, min((i + 1) * size, len(stream))) for i in samples]
         input_ids, labels, cu_seqlens, n_bytes = pack(stream, rows, self.config.packing)
         return Batch(input_ids=input_ids, labels=labels, cu_seqlens=cu_seqlens, n_bytes=n_bytes, n_pairs=None)
 
     def eval_batches(self, split: Split, batch_size: int) -> list[Sequence[int]]:
         batches = super().eval_batches(split, batch_size)
-        ragged = len(self._streams[split]) % self._row_length(split) != 0
+        all_rows = self.n_samples(split) == self.n_rows(split)  # else the last, shorter one is not among them
+        ragged = all_rows and len(self._streams[split]) % self._row_length(split) != 0
         if self.config.packing == "concatenate" and ragged and len(batches[-1]) > 1:
             *rest, last = batches[-1]
             batches[-1:] = [rest, [last]]  # a shorter row does not stack with full ones
