@@ -56,7 +56,7 @@ class RunConfig:
 class TrainerConfig:
     """How long, how often, and on what hardware."""
 
-    max_steps: int = 300
+    max_steps: int = 250
     """Optimizer steps of the whole run."""
     micro_batch_size: int | None = None
     """Rows per rank and forward pass; null: all of a step's rows at once. Accumulation is derived from it."""

@@ -50,7 +50,7 @@ class GatedDeltaNet(Mixer):
         norm_eps: float = 1e-5
         """Added to the mean square in the gated norm."""
         backend: Literal["auto", "torch", "triton"] = "auto"
-        """Implementation of the recurrence; auto: Triton on CUDA, PyTorch elsewhere."""
+        """Implementation of the recurrence; auto: Triton on CUDA where the operator has kernels, else PyTorch."""
 
         def __post_init__(self) -> None:
             check_conv_width(self.conv_width)

@@ -30,6 +30,7 @@ class Corpus(DataModule):
 
     @dataclass
     class Config(DataModule.Config):
+        batch_size: int = 4
         tokenizer: str = "bpe"
         """bpe (byte-level, trained on the training split), bytes, a tokenizer.json, or a Hub name."""
         vocab_size: int = 8192
