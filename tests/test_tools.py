@@ -19,7 +19,7 @@ def tool(name: str, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("family", ["ssd", "delta_rule"])
 def test_bench(family: str, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    sizes = ["--lengths", "64", "128", "--rounds", "1", "--heads", "1", "--backward"]
+    sizes = ["--lengths", "64", "128", "--rounds", "1", "--heads", "1", "--backward", "--device", "cpu"]
     done = tool("bench", family, *sizes, "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert "loglinear" in done.stdout

@@ -57,9 +57,9 @@ def main() -> int:
             ms = measure({name: (lambda n=name, r=run: r(n)) for name in (base, loglinear)}, options)
             rows.append({"T": T, "what": what, **ms, "ratio": ms[loglinear] / ms[base]})
             print(f"{what} at {T:,}: {ms[base]:.1f} ms, log-linear {ms[loglinear]:.1f} ms", file=sys.stderr)
-    report = {"device": device_name(options.device), "torch": torch.__version__, **vars(options), "rows": rows}
+    report = {"machine": device_name(options.device), "torch": torch.__version__, **vars(options), "rows": rows}
     print(table(rows, base, loglinear))
-    print(f"{report['device']}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"{report['machine']}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
     return 0

@@ -7,8 +7,17 @@ from inspect import signature
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from src.ops.checks import check_cu_seqlens, check_float, check_length, check_same, check_shape, check_state
+from src.ops.checks import (
+    check_cu_seqlens,
+    check_float,
+    check_length,
+    check_same,
+    check_shape,
+    check_state,
+    check_state_tensor,
+)
 from src.ops.chunks import document_lengths
 from src.ops.state import AttentionState
 
@@ -51,8 +60,11 @@ def softmax_attention(
         if cu_seqlens is None:
             return o, AttentionState(lengths, k, v, ragged=False)
         return o, _join(None, k, v, cu_seqlens)
+    check_state_tensor("k", initial_state.k, tuple(k.shape[2:]))
+    check_state_tensor("v", initial_state.v, tuple(v.shape[2:]))
     if cu_seqlens is not None:
-        return _continue_packed(q, k, v, initial_state, cu_seqlens)
+        o, state = _continue_packed(q, k, v, initial_state, cu_seqlens)
+        return o, state if return_state else None
     state = AttentionState(
         initial_state.positions + T,
         torch.cat([initial_state.k.to(k.dtype), k], 1),
@@ -133,6 +145,8 @@ def attention_by_document_backward(
     """With ``P`` the weights: ``dV = P^T dO``, ``dS = P * (dO V^T - rowsum(dO * O))``, ``dQ = dS K, dK = dS^T Q``."""
     H, G = q.shape[2], k.shape[2]
     scale = q.shape[-1] ** -0.5
+    dtype = q.dtype
+    do, q, k, v, o = (x.to(torch.promote_types(dtype, torch.float32)) for x in (do, q, k, v, o))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for part in _slices(cu_seqlens):
         # [G, H/G, T, …] for what queries own, [G, 1, T, …] for keys and values
@@ -149,7 +163,7 @@ def attention_by_document_backward(
             dq[0, here] = (dS @ k_).permute(2, 0, 1, 3).flatten(1, 2)
             dk[0, past] += (dS.mT @ q_).sum(1).transpose(0, 1)
             dv[0, past] += (P.mT @ do_).sum(1).transpose(0, 1)
-    return dq, dk, dv
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 @attention_by_document_backward.register_fake
@@ -167,6 +181,13 @@ def _backward(ctx, do: Tensor):
 
 
 attention_by_document.register_autograd(_backward, setup_context=_keep_inputs)
+
+
+@register_flop_formula(torch.ops.loglinear.attention_by_document)
+def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *_, out_shape=None, **__) -> int:
+    """The whole square of one document, as PyTorch counts its own attention: shapes do not tell the documents."""
+    (B, T, H, K), V = q, v[-1]
+    return 2 * B * H * T * T * (K + V)
 
 
 def _join(old: AttentionState | None, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> AttentionState:

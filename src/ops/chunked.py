@@ -38,10 +38,11 @@ Everything is computed in fp32 (fp64 for fp64 inputs).
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from src.ops.chunks import Chunks, dense_chunks, document_lengths, packed_chunks
+from src.ops.chunks import Chunks, dense_chunks, document_lengths, is_dynamic, packed_chunks
 from src.ops.fenwick import CHUNK_LEVELS, CHUNK_SIZE, level_matrix
 from src.ops.state import LinearState, LogLinearState
 from src.ops.tree import Transition, build, prefixes, reads
@@ -76,7 +77,7 @@ def chunked(
     else:
         # Only the levels depend on absolute positions; linear states carry no unfinished chunk.
         at = old.positions if loglinear and old is not None else None
-        most = old.max_position if at is not None else 0
+        most = 0 if at is None else int(at.max()) if is_dynamic(v) else old.max_position
         chunks = packed_chunks(v, cu_seqlens, at, most, keep_last=return_state)
 
     tensors = (q, k, v, g, beta, level_scales)
@@ -94,7 +95,7 @@ def chunked(
     positions = seen if old is None else old.positions + seen
     if not loglinear:
         return o, LinearState(positions, new[0])
-    most = v.shape[1] + (0 if old is None else old.max_position)
+    most = int(positions.max()) if is_dynamic(v) else v.shape[1] + (0 if old is None else old.max_position)
     return o, LogLinearState(positions, *new, max_position=most)
 
 
@@ -125,7 +126,7 @@ def _loglinear(chunks, tensors, carried, scale, return_state):
     kept = []
     for j, at, seen in reads(chunks, build(chunks, leaf, transition, levels)):
         inside = at.clamp(max=width - 1)
-        weight = scales[..., min(CHUNK_LEVELS + j, scales.shape[-1] - 1)].mT  # [M, H, C]
+        weight = scales[..., min(CHUNK_LEVELS + j, scales.shape[-1] - 1)].mT.to(o.dtype)  # [M, H, C]
         strength = (decay * weight).index_select(0, inside)
         o.index_add_(0, at, strength[..., None] * (reader.index_select(0, inside) @ seen))
         if return_state:
@@ -192,6 +193,10 @@ def _spread(scales: Tensor) -> Tensor:
     """``[M, C, H, L]`` -> ``M_ts = lambda_{t, level(t, s)}``, ``[M, H, C, C]`` (anything above the diagonal)."""
     index = level_matrix(CHUNK_SIZE, scales.device).clamp(max=scales.shape[-1] - 1)
     scales = scales.transpose(1, 2)
+    if scales.is_cuda:
+        # The backward pass of gather adds by atomics there, in another order each time; this is a product.
+        one_hot = F.one_hot(index, scales.shape[-1]).to(scales.dtype)
+        return torch.einsum("mhtl,tsl->mhts", scales, one_hot)
     return scales.gather(-1, index.expand(*scales.shape[:2], -1, -1))
 
 

@@ -23,7 +23,7 @@ def short_convolution(
     """Depthwise and causal: ``y_t = bias + sum_{i<W} weight[:, W-1-i] * x_{t-i}``; inputs before the start are 0.
 
     ``x [B, T, D]``, ``weight [D, W]`` (the last column meets the token itself, as in ``torch.nn.Conv1d``),
-    ``bias [D]``. Returns ``(y [B, T, D], state or None)``; no activation. ``cu_seqlens`` and states as in
+    ``bias [D]``; sums in fp32. Returns ``(y [B, T, D], state or None)``; no activation. ``cu_seqlens`` and states as in
     ``src/ops/__init__.py``. Errors: ``ValueError``.
     """
     check_shape("x", x, "B T D")
@@ -54,7 +54,7 @@ def short_convolution(
         token = torch.arange(T, device=x.device)
         owner = document_of(token, cu_seqlens.long())
         offset = token - starts[owner]  # in the token's own document
-        taps = [F.pad(x, (0, 0, i, 0))[:, :T] * (offset >= i)[:, None] for i in range(before + 1)]
+        taps = [torch.where((offset >= i)[:, None], F.pad(x, (0, 0, i, 0))[:, :T], 0) for i in range(before + 1)]
         # All inputs in one list, the past of every document behind the tokens: what reaches before this call.
         line = torch.cat([x[0], past.flatten(0, 1)])
         if initial_state is not None:
@@ -65,10 +65,12 @@ def short_convolution(
         in_past = T + torch.arange(documents, device=x.device)[:, None] * before + before + offset
         last = line[torch.where(offset >= 0, starts[:, None] + offset, in_past)]
 
-    weight = weight.to(x.dtype)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    weight = weight.to(dtype)
     y = sum(weight[:, before - i] * tap for i, tap in enumerate(taps))
     if bias is not None:
-        y = y + bias.to(x.dtype)
+        y = y + bias
+    y = y.to(x.dtype)
     if not return_state:
         return y, None
     positions = lengths if initial_state is None else initial_state.positions + lengths

@@ -1,4 +1,4 @@
-"""The four recurrent operators as users call them: checks, the choice of a backend, nothing else."""
+"""The four recurrent operators as users call them: checks, then the one implementation that there is so far."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _recurrent_document(q, k, v, g, beta, scales, scale, old, raw):
     boundary: dict[int, Tensor] = {}  # the same at the last chunk boundary
     replay = 0
     if loglinear and old is not None:
-        memory = {CHUNK_LEVELS + j: s[0].to(dtype) for j, s in enumerate(old.levels) if at >> 6 >> j & 1}
+        memory = {CHUNK_LEVELS + j: s[0].to(dtype) for j, s in enumerate(old.levels) if at // CHUNK_SIZE >> j & 1}
         boundary = dict(memory)
         replay = at % CHUNK_SIZE
         buffers = [x for x in (old.k, old.v, old.g, old.beta) if x is not None]
@@ -154,7 +154,9 @@ def parallel(
         q_, k_ = (x.repeat_interleave(heads, 1) for x in (q_, k_))
         P = (scale * q_ @ k_.mT).tril()
         if beta_ is not None:
-            inverse = torch.linalg.inv(torch.eye(T, dtype=dtype) + (beta_[..., None] * (k_ @ k_.mT)).tril(-1))
+            inverse = torch.linalg.inv(
+                torch.eye(T, dtype=dtype, device=v.device) + (beta_[..., None] * (k_ @ k_.mT)).tril(-1)
+            )
             P = P @ inverse * beta_[..., None, :]
         G = g_.cumsum(-1)
         D = (G[..., :, None] - G[..., None, :]).tril().exp().tril()

@@ -54,14 +54,13 @@ class State:
 
     def select(self, rows: Tensor | list[int] | slice) -> Self:
         """The state of some rows, in that order; a row may be taken twice (beam search)."""
-        index = torch.arange(len(self.positions))[rows].to(self.positions.device)
+        index = self._rows(rows)
         return self._map(lambda name, x: x.index_select(self.row_axis.get(name, 0), index))
 
     def reset(self, rows: Tensor | list[int] | slice) -> Self:
         """The same state with some rows back at the start of a sequence."""
-        keep = torch.ones(len(self.positions), dtype=torch.bool)
-        keep[rows] = False
-        keep = keep.to(self.positions.device)
+        keep = torch.ones(len(self.positions), dtype=torch.bool, device=self.positions.device)
+        keep = keep.index_fill(0, self._rows(rows), False)
 
         def clear(name: str, x: Tensor) -> Tensor:
             axis = self.row_axis.get(name, 0)
@@ -69,6 +68,13 @@ class State:
             return torch.where(keep.view(shape), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
         return self._map(clear)
+
+    def _rows(self, rows: Tensor | list[int] | slice) -> Tensor:
+        """Row numbers from what indexes a list: numbers, a mask or a slice, on any device."""
+        device = self.positions.device
+        if not isinstance(rows, slice):
+            rows = torch.as_tensor(rows, device=device)
+        return torch.arange(len(self.positions), device=device)[rows].reshape(-1)
 
     def _map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
         """A copy with ``change(field name, tensor)`` in place of each tensor."""
@@ -96,7 +102,7 @@ class LogLinearState(State):
     index announces, as of the last chunk boundary; zero where the bit is not set. ``k [N, 63, G, K]``,
     ``v [N, 63, H, V]``, ``g [N, 63, H]``, ``beta [N, 63, H]`` (delta rule only): the tokens since that boundary,
     in their own dtype, log decays not summed. ``max_position`` bounds the positions from above on the host,
-    so that ``J`` can grow without a synchronisation.
+    so that ``J`` can grow without a synchronisation; on the CPU it is their maximum.
     """
 
     positions: Tensor

@@ -95,7 +95,7 @@ def build(chunks: Chunks, leaf: Tensor, transition: Transition, roots: Tensor | 
             new = Level(state, later.after(below.transition[left]), start)
         if roots is not None:
             is_root = group < chunks.begin[document] >> j
-            root = roots[j].index_select(0, document) if j < len(roots) else torch.zeros_like(new.state)
+            root = roots[j].index_select(0, document).to(leaf.dtype) if j < len(roots) else torch.zeros_like(new.state)
             new.state = torch.where(is_root[:, None, None, None], root, new.state)
             new.transition = new.transition.where(~is_root)
         levels.append(new)
@@ -133,9 +133,11 @@ def reads(chunks: Chunks, levels: list[Level]) -> Iterator[tuple[int, Tensor, Te
         group = level.start[chunks.document[inside]] + (chunks.index[inside] >> j) - 1
         group = group.clamp(0, level.state.shape[0] - 1)
         since = prefix[reader]
-        yield j, reader, since.apply(level.state.index_select(0, group))
+        yield j, reader, since.apply(_repeat(level.state, group))
         if j + 1 < len(levels):
-            longer = since.after(level.transition[group])
+            passed = level.transition
+            matrix = None if passed.matrix is None else _repeat(passed.matrix, group)
+            longer = since.after(Transition(_repeat(passed.log_decay, group), matrix))
             prefix = Transition(
                 prefix.log_decay.index_copy(0, reader, longer.log_decay),
                 None if prefix.matrix is None else prefix.matrix.index_copy(0, reader, longer.matrix),
@@ -162,3 +164,11 @@ def prefixes(chunks: Chunks, levels: list[Level], leaf: Tensor, initial: Tensor 
         before = state.index_select(0, (inside - (1 << j)).clamp(min=0))
         state = state.index_copy(0, target, level.transition[group].apply(before) + level.state.index_select(0, group))
     return state[:width]
+
+
+def _repeat(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]`` where an index comes more than once: its gradients are summed in a fixed order.
+
+    On a GPU ``index_select`` would add them by atomics; the backward pass of brackets sorts first.
+    """
+    return x[index] if x.is_cuda else x.index_select(0, index)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from src.ops import softmax_attention
+from src.ops import AttentionState, softmax_attention
 from tests.ops.helpers import assert_close, assert_same_with_gradients
 
 
@@ -91,6 +91,19 @@ def test_packed_compiles_whole(seed: int) -> None:
 def test_custom_operator_keeps_its_promises() -> None:
     given = [x.detach().requires_grad_() for x in arguments(12, B=1).values()]
     torch.library.opcheck(torch.ops.loglinear.attention_by_document.default, (*given, torch.tensor([0, 4, 4, 12])))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_returns_a_state_only_when_asked(packed: bool, seed: int) -> None:
+    given = arguments(12, B=1)
+    cu = torch.tensor([0, 12]) if packed else None
+    _, none = softmax_attention(**given, cu_seqlens=cu)
+    _, state = softmax_attention(**given, cu_seqlens=cu, return_state=True)
+    _, still_none = softmax_attention(**given, cu_seqlens=cu, initial_state=state)
+    assert none is None
+    assert still_none is None
+    with pytest.raises(ValueError, match=r"initial_state.k must end in \[2, 16\]"):
+        softmax_attention(**given, initial_state=AttentionState(state.positions, state.k[:, :, :1], state.v, False))
 
 
 def test_errors() -> None:

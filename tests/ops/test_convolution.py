@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from src.ops import short_convolution
-from tests.ops.helpers import assert_same_with_gradients
+from tests.ops.helpers import assert_close, assert_same_with_gradients
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -55,6 +55,24 @@ def test_continues_token_by_token(seed: int) -> None:
         pieces.append(y)
     assert_same_with_gradients(torch.cat(pieces, 1), whole, given, 1e-12)
     assert state.num_bytes == state.capacity_bytes == 2 * 3 * 6 * 8
+
+
+def test_sums_in_fp32(seed: int) -> None:
+    exact = arguments(50)
+    rounded = {name: x.detach().bfloat16() for name, x in exact.items()}
+    y, _ = short_convolution(rounded["x"], exact["weight"].float(), exact["bias"].float())
+    expected = plain(rounded["x"].double(), exact["weight"], exact["bias"])
+    assert y.dtype == torch.bfloat16
+    assert_close(y, expected, 2**-8, "output")
+
+
+def test_a_document_cannot_reach_another(seed: int) -> None:
+    given = arguments(30, B=1)
+    x = given["x"].detach().clone()
+    x[:, 10:20] = torch.nan
+    y, _ = short_convolution(x, given["weight"], cu_seqlens=torch.tensor([0, 10, 20, 30]))
+    assert y[:, :10].isfinite().all()
+    assert y[:, 20:].isfinite().all()
 
 
 def test_errors() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from src.ops import attention, short_convolution, softmax_attention
-from src.ops.reference import parallel
+from src.ops.reference import parallel, recurrent
 from tests.ops.helpers import (
     FAMILIES,
     assert_close,
@@ -62,14 +62,31 @@ def test_packed_and_continued_without_waiting(family: str, seed: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_runs_are_bit_equal(family: str, seed: int) -> None:
-    given = on_cuda(inputs(family, 1000, dtype=torch.float32))
+    """Long enough that dozens of chunks read the same state: sums of that many by atomics would differ."""
+    given = on_cuda(inputs(family, 16_384, H=4, G=2, K=32, V=32, decay=1e-3, dtype=torch.float32))
     tensors = leaves(given)
-    cu = torch.tensor([0, 300, 300, 1000]).cuda()
+    cu = torch.tensor([0, 300, 300, 16_384]).cuda()
     runs = []
-    for _ in range(2):
+    for _ in range(3):
         o, _ = operator(family)(**given, cu_seqlens=cu)
         runs.append([o, *torch.autograd.grad(o.square().sum(), list(tensors.values()))])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_forms_run_there(family: str, seed: int) -> None:
+    exact = inputs(family, 70)
+    given = on_cuda(exact)
+    expected = parallel(**exact)
+    assert_close(parallel(**given).cpu(), expected, 1e-10, "parallel")
+    assert_close(recurrent(**given)[0].cpu(), expected, 1e-10, "recurrent")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_rows_by_tensors_there(family: str, seed: int) -> None:
+    _, state = operator(family)(**on_cuda(inputs(family, 70, B=3)), return_state=True)
+    assert state.select(torch.tensor([2, 0]).cuda()).positions.tolist() == [70, 70]
+    assert state.reset(torch.tensor([True, False, False]).cuda()).positions.tolist() == [0, 70, 70]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,5 +1,6 @@
 """The four recurrent operators: three forms agree, on outputs and on every gradient."""
 
+import itertools
 import random
 
 import pytest
@@ -18,7 +19,7 @@ from tests.ops.helpers import (
     relative_error,
 )
 
-LENGTHS = [1, 2, 7, 16, 63, 64, 65, 129, 500, 777]
+LENGTHS = [*range(1, 18), 63, 64, 65, 127, 129, 500, 777]
 
 
 @pytest.mark.parametrize("T", LENGTHS)
@@ -257,6 +258,58 @@ def test_prefill_then_decode(family: str, n: int, seed: int) -> None:
     for t in range(n, n + steps):
         o, state = operator(family)(**part(arguments, t, t + 1), initial_state=state, return_state=True)
         assert_close(o, whole[:, t : t + 1], 2e-5, f"token {t}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_prefill_then_decode(family: str, seed: int) -> None:
+    """Documents of all the awkward lengths in one prefill, then three tokens each, as rows of a batch."""
+    lengths = torch.tensor([1, 63, 64, 0, 65, 70, 127, 128, 129, 1000])
+    cuts = [0, *lengths.cumsum(0).tolist()]
+    arguments = inputs(family, cuts[-1], L=11, H=1)
+    more = inputs(family, 3, B=len(lengths), L=11, H=1)
+    _, state = operator(family)(**arguments, cu_seqlens=torch.tensor(cuts), return_state=True)
+    outputs = []
+    for t in range(3):
+        o, state = operator(family)(**part(more, t, t + 1), initial_state=state, return_state=True)
+        outputs.append(o)
+    assert state.positions.tolist() == (lengths + 3).tolist()
+    for n, (a, b) in enumerate(itertools.pairwise(cuts)):
+        given = {name: x for name, x in arguments.items() if x is not None}
+        row = {name: torch.cat([x[:, a:b], more[name][n : n + 1]], 1) for name, x in given.items()}
+        whole, _ = operator(family)(**row)
+        assert_close(torch.cat(outputs, 1)[n : n + 1], whole[:, b - a :], 1e-10, f"document of {b - a}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_sequence_is_its_pieces(family: str, seed: int) -> None:
+    T = 131_072
+    arguments = inputs(family, T, H=1, decay=1e-4, dtype=torch.float32)
+    with torch.no_grad():
+        whole, _ = operator(family)(**arguments)
+        state, at = None, 0
+        for size in (1, 50_000, 15_535, 65_536):
+            o, state = operator(family)(**part(arguments, at, at + size), initial_state=state, return_state=True)
+            assert_close(o, whole[:, at : at + size], 1e-4, f"tokens from {at}")
+            at += size
+    assert at == T
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_dtypes(family: str, seed: int) -> None:
+    """bf16 inputs with fp32 or bf16 gates, continued from a state that was moved to another dtype."""
+    exact = inputs(family, 150, dtype=torch.float32)
+    rounded = {name: None if x is None else x.bfloat16() for name, x in exact.items()}
+    expected = parallel(**{name: None if x is None else x.double() for name, x in rounded.items()})
+    for dtype in (None, torch.float64, torch.bfloat16):
+        first, state = operator(family)(**part(rounded, 0, 100), return_state=True)
+        state = state if dtype is None else state.to(dtype)
+        second, _ = operator(family)(**part(rounded, 100, 150), initial_state=state)
+        assert second.dtype == torch.bfloat16
+        assert_close(torch.cat([first, second], 1), expected, 2e-2, f"state in {dtype}")
+    if exact["level_scales"] is not None:
+        o, _ = operator(family)(**{**exact, "level_scales": exact["level_scales"].double()})
+        assert torch.equal(o, operator(family)(**exact)[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

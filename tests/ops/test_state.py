@@ -63,6 +63,9 @@ def test_methods_of_every_state(kind: str, seed: int) -> None:
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(tensors(state), tensors(copy), strict=True) if a.numel())
     assert state.select([1, 0, 1]).positions.tolist() == state.positions[[1, 0, 1]].tolist()
     assert state.select(slice(1, None)).positions.tolist() == state.positions[1:].tolist()
+    for rows in (torch.tensor([1]), [False, True], torch.tensor([False, True]), 1):
+        assert state.select(rows).positions.tolist() == state.positions[1:].tolist()
+        assert state.reset(rows).positions.tolist() == [state.positions[0].item(), 0]
     cleared = state.reset([0])
     assert cleared.positions.tolist() == [0, state.positions[1].item()]
     assert state.positions[0] != 0
