@@ -74,8 +74,8 @@ class TrainerConfig:
     """Arithmetic: fp32, or bf16 where autocast allows; parameters and decay sums stay fp32 in both."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Kind of device; auto: a GPU where there is one."""
-    devices: int | Literal["auto"] = "auto"
-    """Devices per node; auto: all GPUs, or one CPU process."""
+    devices: int | Literal["auto"] = 1
+    """Devices per node; auto: all GPUs (data.batch_size must be a multiple of their number), or one CPU process."""
     num_nodes: int = 1
     """Machines that train together."""
     strategy: str = "auto"

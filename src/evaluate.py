@@ -8,10 +8,10 @@ import torch
 from lightning.pytorch import Trainer
 
 from src import config, runs
-from src.callbacks.manifest import write_json
 from src.config import Config
 from src.data import DataModule
 from src.errors import UserError
+from src.files import write_json
 from src.loggers import quiet_lightning
 from src.module import LanguageModule, load_module, pick_device
 from src.options import type_hints
@@ -48,10 +48,10 @@ class EvaluateConfig:
 
 def main(cfg: EvaluateConfig) -> None:
     results = evaluate(cfg)
-    for name in ("loss", "perplexity", "bits_per_byte", "accuracy"):
+    for name in ("loss", "perplexity", "word_perplexity", "bits_per_byte", "accuracy"):
         if name in results:
-            print(f"{name.replace('_', ' '):<14} {results[name]:.4f}")
-    print(f"{'tokens':<14} {results['tokens']:,}")
+            print(f"{name.replace('_', ' '):<15} {results[name]:.4f}")
+    print(f"{'tokens':<15} {results['tokens']:,}")
     if results["recall"]:
         print(recall_table(results["recall"]))
     print(f"written to {results['file']}")
@@ -134,7 +134,9 @@ def build_data(run: Config, run_dir: Path, changes: dict[str, Any]) -> DataModul
         if "tokenizer" in changes:
             raise UserError("data.tokenizer: a trained model keeps the tokenizer of its run")
         saved["tokenizer"] = str(tokenizer)
-    data = cls(build_options(cls, {**saved, **changes}, "data"), seed=run.seed, micro_batch_size=None)
+    # As many rows at once as training had room for, unless the call says how many.
+    micro = None if "batch_size" in changes else run.trainer.micro_batch_size
+    data = cls(build_options(cls, {**saved, **changes}, "data"), seed=run.seed, micro_batch_size=micro)
     data.prepare_data()
     data.setup("test")
     return data

@@ -1,5 +1,7 @@
-"""Small files that must be whole: YAML in, text out."""
+"""Small files that must be whole: YAML in, text and JSON out."""
 
+import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -40,6 +42,19 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON, whole or not at all; NaN and infinities, which JSON does not know, become null."""
+    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -61,7 +61,7 @@ def main(cfg: GenerateConfig) -> None:
     if timing.step_seconds:
         steps = max(timing.new_tokens - 1, 1)
         note(f"generated: {timing.new_tokens:,} tokens, {steps / timing.step_seconds:,.0f} tokens/s")
-    note(f"state: {timing.state_bytes:,} bytes after {timing.prompt_tokens + timing.new_tokens:,} tokens")
+    note(f"state: {timing.state_bytes:,} bytes after {timing.positions:,} tokens")
 
 
 def note(text: str) -> None:

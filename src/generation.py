@@ -52,12 +52,14 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass
 class Timing:
-    """Filled while generating: seconds and tokens of prefill and steps, and the state's live bytes."""
+    """Filled while generating: seconds and tokens of prefill and steps; at the end, what the state has come to."""
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     new_tokens: int = 0
     step_seconds: float = 0.0
+    positions: int = 0
+    """Tokens that the state has read: the last new one only where another was asked for after it."""
     state_bytes: int = 0
 
 
@@ -86,33 +88,44 @@ def generate(
     logits, state = model.step(ids, None, last_only=True)
     p = probabilities(logits[0, -1], sampling).cpu()
     timing.prompt_tokens, timing.prefill_seconds = len(prompt), time.perf_counter() - start
-    for i in range(max_new_tokens):
-        token = int(torch.multinomial(p, 1, generator=generator))
-        timing.state_bytes = state.num_bytes
-        if token == stop:
-            return
-        timing.new_tokens += 1
-        yield token
-        if i + 1 == max_new_tokens:
-            return
-        start = time.perf_counter()
-        logits, state = model.step(torch.tensor([[token]], device=device), state)
-        p = probabilities(logits[0, -1], sampling).cpu()
-        timing.step_seconds += time.perf_counter() - start
+    timing.positions = len(prompt)
+    try:
+        for i in range(max_new_tokens):
+            token = int(torch.multinomial(p, 1, generator=generator))
+            if token == stop:
+                return
+            timing.new_tokens += 1
+            yield token
+            if i + 1 == max_new_tokens:
+                return
+            start = time.perf_counter()
+            logits, state = model.step(torch.tensor([[token]], device=device), state)
+            p = probabilities(logits[0, -1], sampling).cpu()
+            timing.positions += 1
+            timing.step_seconds += time.perf_counter() - start
+    finally:
+        timing.state_bytes = state.num_bytes  # once: it may wait for the device
 
 
 def stream_text(ids: Iterator[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Pieces of text as ids arrive; a character that is cut between two tokens waits for its rest."""
-    seen: list[int] = []
-    shown = 0
+    """Pieces of text as ids arrive; a character that is cut between two tokens waits for its rest.
+
+    Where all is shown, only the last token is kept and decoded before the next ones: some tokenizers decode the
+    first token of a text otherwise than the same token inside it.
+    """
+    seen: list[int] = []  # one token that is shown already, then those that are not, or not whole
+    shown = 0  # characters of their text
     for token in ids:
         seen.append(token)
-        text = decode(seen)
-        whole = len(text) - (len(text) - len(text.rstrip("\ufffd")))
-        # At most 3 bytes of a character can be missing; anything longer is no UTF-8 and is shown as it is.
-        end = whole if len(text) - whole <= 3 else len(text)
-        if end > shown:
-            yield text[shown:end]
-            shown = end
-    if len(tail := decode(seen)[shown:] if seen else ""):
+        rest = decode(seen)[shown:]
+        whole = len(rest.rstrip("\ufffd"))
+        # The beginning of a character is at most 3 bytes, each of them one U+FFFD or all of them; more is no UTF-8.
+        end = max(whole, len(rest) - 3)
+        if end > 0:
+            yield rest[:end]
+            shown += end
+        if whole == len(rest):
+            seen = [token]
+            shown = len(decode(seen))
+    if tail := decode(seen)[shown:] if seen else "":
         yield tail

@@ -8,13 +8,15 @@ from torchmetrics import Metric
 
 
 class TokenTotals(Metric):
-    """Sums of the negative log-likelihood, of labelled tokens and of the text's bytes.
+    """Sums of the negative log-likelihood, of labelled tokens and of the text's bytes and words.
 
     `compute` gives
-        loss            Σ NLL / Σ tokens, in nats a token
-        perplexity      exp(loss), by token
-        bits_per_byte   Σ NLL / (ln 2 · Σ bytes), only if every batch named its bytes
-        tokens          Σ tokens
+        loss             Σ NLL / Σ tokens, in nats a token
+        perplexity       exp(loss), by token
+        word_perplexity  exp(Σ NLL / Σ words), only if every batch named its words
+        bits_per_byte    Σ NLL / (ln 2 · Σ bytes), only if every batch named its bytes
+        tokens           Σ tokens
+    Perplexities by token compare only under one tokenizer; those by word and bits per byte compare under all.
     The sums are float64 (float32 on MPS, which has no float64): 1e9 tokens in float32 lose the last nats.
     """
 
@@ -23,24 +25,31 @@ class TokenTotals(Metric):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.precision = torch.float32 if torch.device(device).type == "mps" else torch.float64
-        for name in ("nll", "tokens", "bytes"):
+        for name in ("nll", "tokens", "bytes", "words"):
             self.add_state(name, torch.zeros((), dtype=self.precision), dist_reduce_fx="sum")
         self.to(device)
 
-    def update(self, nll: Tensor, tokens: int, n_bytes: float | None) -> None:
+    def update(self, nll: Tensor, tokens: int, n_bytes: float | None, n_words: float | None) -> None:
         self.nll += nll.detach().to(self.precision)
         self.tokens += tokens
         self.bytes += math.nan if n_bytes is None else n_bytes
+        self.words += math.nan if n_words is None else n_words
 
     def compute(self) -> dict[str, float]:
-        nll, tokens, n_bytes = torch.stack([self.nll, self.tokens, self.bytes]).tolist()
+        nll, tokens, n_bytes, n_words = torch.stack([self.nll, self.tokens, self.bytes, self.words]).tolist()
         if not tokens:
             return {}
         loss = nll / tokens
-        values = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": tokens}
-        if n_bytes > 0:  # false for NaN too
+        values = {"loss": loss, "perplexity": _exp(loss), "tokens": tokens}
+        if n_words > 0:  # false for NaN too
+            values["word_perplexity"] = _exp(nll / n_words)
+        if n_bytes > 0:
             values["bits_per_byte"] = nll / (math.log(2) * n_bytes)
         return values
+
+
+def _exp(x: float) -> float:
+    return math.inf if x > 700 else math.exp(x)
 
 
 class RecallTotals(Metric):

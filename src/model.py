@@ -95,6 +95,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
+        self._block_flops: dict[int, float] = {}  # of a token, by the row's length
         mixer_class = MIXERS.get(mixer.name)
         device = torch.get_default_device()
         # Always built on the meta device, so that constructors draw no random numbers and the weights are the
@@ -162,8 +163,13 @@ class LanguageModel(nn.Module):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs a token, the mean over a sequence of `seq_len`; training takes three times that."""
-        blocks = sum(block.flops_per_token(seq_len) for block in self.blocks)
-        return blocks + 2.0 * self.config.d_model * self.vocab_size
+        return self.flops(1, seq_len, 1)
+
+    def flops(self, n_tokens: int, seq_len: int, n_logits: int) -> float:
+        """Forward FLOPs of `n_tokens` in rows of `seq_len`, with logits at `n_logits` places only."""
+        if seq_len not in self._block_flops:  # asked at every step of training
+            self._block_flops[seq_len] = sum(block.flops_per_token(seq_len) for block in self.blocks)
+        return n_tokens * self._block_flops[seq_len] + n_logits * 2.0 * self.config.d_model * self.vocab_size
 
     def state_bytes(self, seq_len: int, dtype: torch.dtype = torch.float32) -> int:
         """Live bytes of one sequence's decoding state after `seq_len` tokens, over all layers."""

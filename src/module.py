@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from src.data import IGNORE
 from src.errors import UserError
 from src.metrics import RecallTotals, TokenTotals, accuracies
 from src.model import LanguageModel, ModelConfig
 from src.optim import OptimConfig, build_optimizer
 from src.options import build
 from src.registry import MIXERS, build_options, load_file
-
-IGNORE_INDEX = -100
 
 
 class LanguageModule(LightningModule):
@@ -37,11 +36,11 @@ class LanguageModule(LightningModule):
         max_seq_len: longest training sequence, in tokens.
 
     Batches are dicts: `input_ids [B, T]`, `labels [B, T]` (already shifted; -100 has no loss), `cu_seqlens
-    [N + 1]` or None, `n_bytes` (UTF-8 bytes of the labelled text) or None, `n_pairs` (recall tasks) or None.
+    [N + 1]` or None, `n_bytes` and `n_words` (of the labelled text) or None, `n_pairs` (recall tasks) or None.
 
     Tags: `train/loss` (the optimizer step's Σ NLL / Σ tokens), `train/lr`, `train/grad_norm` (before
-    clipping), `val/loss`, `val/perplexity`, `val/bits_per_byte`, `val/accuracy`, `val/accuracy/pairs_<N>`,
-    the same under `test/`. The x axis is the number of optimizer steps done.
+    clipping), `val/loss`, `val/perplexity` (by token), `val/word_perplexity`, `val/bits_per_byte`,
+    `val/accuracy`, `val/accuracy/pairs_<N>`, the same under `test/`. The x axis is the number of optimizer steps done.
     """
 
     def __init__(self, config: dict, vocab_size: int, max_seq_len: int) -> None:
@@ -61,9 +60,6 @@ class LanguageModule(LightningModule):
         if self.model is not None:  # Lightning calls this again for every fit, validate and test
             return
         self.model = build_model(**self.hparams)
-        if self.hparams["config"]["trainer"]["compile"]:
-            for block in self.model.blocks:
-                block.compile()  # in place: parameter names stay as they are
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         config = build(OptimConfig, self.hparams["config"]["optim"], "optim")
@@ -73,7 +69,7 @@ class LanguageModule(LightningModule):
 
     def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Find the labelled places on the host: doing it on the device would wait for the device."""
-        labelled = (batch["labels"] != IGNORE_INDEX).flatten()
+        labelled = (batch["labels"] != IGNORE).flatten()
         n = int(labelled.sum())
         places = None if n == labelled.numel() else labelled.nonzero().flatten()
         return {**batch, "n_tokens": n, "labelled": places}
@@ -94,6 +90,9 @@ class LanguageModule(LightningModule):
     # ---- training
 
     def on_fit_start(self) -> None:
+        if self.hparams["config"]["trainer"]["compile"]:  # here: evaluation and generation do not wait for it
+            for block in self.model.blocks:
+                block.compile()  # in place: parameter names stay as they are
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.window = torch.zeros(2, dtype=dtype, device=self.device)  # Σ NLL, Σ tokens since the last step
         self.failed = torch.zeros((), device=self.device)  # 1 from the first non-finite gradient on
@@ -141,6 +140,17 @@ class LanguageModule(LightningModule):
             values = {"train/loss": nll / max(tokens, 1), "train/lr": lr, "train/grad_norm": norm}
             self.record(values, step)
 
+    def ends_step(self, batch_idx: int) -> bool:
+        """Whether the micro-batch of this index is the last of its optimizer step."""
+        return (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+
+    def flops(self, batch: dict[str, Any]) -> float:
+        """Forward FLOPs of a micro-batch; packed rows count as `data.seq_len` long, whatever their documents."""
+        n_tokens, length = batch["input_ids"].numel(), batch["input_ids"].shape[1]
+        if batch["cu_seqlens"] is not None:
+            length = min(length, self.hparams["config"]["data"]["seq_len"])
+        return self.model.flops(n_tokens, length, batch["n_tokens"])
+
     def is_log_step(self, step: int) -> bool:
         """Whether numbers are written after optimizer step `step` (1 is the first)."""
         return step % self.trainer.log_every_n_steps == 0 or step in (1, self.trainer.max_steps)
@@ -153,7 +163,7 @@ class LanguageModule(LightningModule):
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         logits, labels = self.labelled_logits(batch)
         nll = F.cross_entropy(logits.float(), labels, reduction="sum")
-        self.totals.update(nll, batch["n_tokens"], batch["n_bytes"])
+        self.totals.update(nll, batch["n_tokens"], batch["n_bytes"], batch["n_words"])
         if batch["n_pairs"] is not None:
             n_rows, seq_len = batch["labels"].shape
             places = batch["labelled"]

@@ -50,8 +50,8 @@ def create(cfg: Any) -> Path:
             return _join(cfg)
         cfg.run.name = Path(inherited["folder"]).name
         # A script that starts several runs is started anew for each rank, from its first run on.
-        if difference := _first_difference(inherited["config"], asdict(cfg)):
-            raise UserError(f"this rank was given other options than rank 0: {difference}")
+        if differences := _differences(inherited["config"], asdict(cfg)):
+            raise UserError(f"this rank was given other options than rank 0: {differences[0]}")
         return Path(inherited["folder"])
     if cfg.run.name is None and (cfg.trainer.num_nodes > 1 or _outside_launcher(os.environ)):
         raise UserError(_NAME_NEEDED)
@@ -60,6 +60,18 @@ def create(cfg: Any) -> Path:
     entry = {"parent": os.getpid(), "folder": str(folder.resolve()), "config": asdict(cfg)}
     os.environ[_INHERITED] = json.dumps(entry)
     return folder
+
+
+def changes(cfg: Any, folder: Path) -> list[str]:
+    """What a continued run does otherwise than the options saved in its folder, as `key=new, not old`."""
+    return _differences(read_yaml(folder / CONFIG_FILE), asdict(cfg), ("resume", "run"))
+
+
+def launched(env: Mapping[str, str] = os.environ) -> int:
+    """Ranks that torchrun or srun started; 1 where Lightning starts them itself."""
+    if not _outside_launcher(env):
+        return 1
+    return _number(env, "WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in env else "SLURM_STEP_NUM_TASKS")
 
 
 def inherited_config() -> dict[str, Any] | None:
@@ -136,8 +148,8 @@ def _resume(cfg: Any) -> Path:
     folder = Path(cfg.run.dir).expanduser() / cfg.run.name
     if not _make(folder) and (folder / CONFIG_FILE).is_file():
         saved = read_yaml(folder / CONFIG_FILE)
-        if difference := _first_difference(saved, asdict(cfg), _FREE_ON_RESUME):
-            raise UserError(f"run {cfg.run.name!r} cannot be continued with other options: {difference}")
+        if differences := _differences(saved, asdict(cfg), _FREE_ON_RESUME):
+            raise UserError(f"run {cfg.run.name!r} cannot be continued with other options: {differences[0]}")
     return folder
 
 
@@ -171,20 +183,20 @@ def _make(folder: Path) -> bool:
     return True
 
 
-def _first_difference(
+def _differences(
     saved: Mapping[str, Any], new: Mapping[str, Any], free: tuple[str, ...] = (), where: str = ""
-) -> str:
+) -> list[str]:
+    found = []
     for key in {**saved, **new}:
         dotted = where + key
         a, b = saved.get(key), new.get(key)
         if dotted in free or a == b:
             continue
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            if found := _first_difference(a, b, free, f"{dotted}."):
-                return found
-            continue
-        return f"{dotted}={show(b)}, not {show(a)}"
-    return ""
+            found += _differences(a, b, free, f"{dotted}.")
+        else:
+            found.append(f"{dotted}={show(b)}, not {show(a)}")
+    return found
 
 
 def _names(runs_dir: str | Path) -> list[str]:

@@ -1,8 +1,10 @@
 """Train a model: `python -m src.train mixer=loglinear_gdn data=pystdlib`; `--help` lists every option."""
 
 import contextlib
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -19,6 +21,7 @@ from src.callbacks.throughput import Throughput
 from src.callbacks.validation import EdgeValidation
 from src.config import Config
 from src.data import DataModule
+from src.data.common.tokenizer import load_tokenizer
 from src.errors import UserError
 from src.generation import Sampling, generate, stream_text
 from src.loggers import CsvLogger, TensorBoard, quiet_lightning
@@ -60,7 +63,10 @@ def train(cfg: Config) -> Path:
         module.configure_model()
 
         last = run_dir / "checkpoints" / "last.ckpt"
-        start_step = steps_done(last)
+        saved = read_checkpoint(last)
+        start_step = saved.get("global_step", 0)
+        if start_step:
+            check_same_data(run_dir, saved, data)
         if start_step >= cfg.trainer.max_steps:
             steps = f"{start_step} steps done, trainer.max_steps={cfg.trainer.max_steps}"
             say(f"run {cfg.run.name} is finished: {steps}")
@@ -73,6 +79,8 @@ def train(cfg: Config) -> Path:
                 run_dir.rmdir()
         raise
 
+    if start_step and (changes := runs.changes(cfg, run_dir)):
+        say("changed: " + "; ".join(changes))
     if trainer.is_global_zero:
         last.parent.mkdir(exist_ok=True)
         config.save(cfg, run_dir / runs.CONFIG_FILE)
@@ -86,14 +94,13 @@ def train(cfg: Config) -> Path:
         report(module, trainer)
         if cfg.trainer.sample_tokens and data.tokenizer is not None:
             sample(module.to(trainer.strategy.root_device), data, cfg)
-        print(f"\nrun folder: {run_dir}\ncurves:     tensorboard --logdir {run_dir.parent}")
+        print(f"\nrun folder: {run_dir}\ncurves:     tensorboard --logdir {shlex.quote(str(run_dir.parent))}")
     return run_dir
 
 
 def build_trainer(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModule, start_step: int) -> Trainer:
     options = cfg.trainer
     folder = run_dir / "checkpoints"
-    flops = module.model.flops_per_token(data.config.seq_len)
     try:
         trainer = Trainer(
             max_steps=options.max_steps,
@@ -114,7 +121,7 @@ def build_trainer(cfg: Config, run_dir: Path, data: DataModule, module: Language
                 Preemption(folder / "last.ckpt"),
                 Manifest(run_dir, config.asdict(cfg), data.describe()),
                 NonFiniteGuard(),
-                Throughput(flops),
+                Throughput(),
                 Memory(),
                 Progress(options.progress),
                 EdgeValidation(options.val_every),
@@ -129,6 +136,12 @@ def build_trainer(cfg: Config, run_dir: Path, data: DataModule, module: Language
     except (ValueError, MisconfigurationException) as error:  # a strategy or a device that is not there
         chosen = ", ".join(f"{key}={getattr(options, key)}" for key in ("accelerator", "devices", "strategy"))
         raise UserError(f"trainer ({chosen}): {one_line(error)}") from error
+    if trainer.world_size != runs.launched() > 1:
+        # Lightning would train each of them alone, all in one folder.
+        raise UserError(
+            f"trainer.devices={options.devices}, trainer.num_nodes={options.num_nodes}: {runs.launched()} ranks were "
+            f"started for {trainer.world_size} (trainer.devices=auto takes a node's GPUs)"
+        )
     # Both depend on the number of ranks, which only the trainer knows.
     data.trainer = trainer
     trainer.accumulate_grad_batches = data.accumulation
@@ -136,16 +149,28 @@ def build_trainer(cfg: Config, run_dir: Path, data: DataModule, module: Language
     return trainer
 
 
-def steps_done(checkpoint: Path) -> int:
-    """Optimizer steps of a checkpoint, 0 where there is none; tensors are not read."""
-    if not checkpoint.is_file():
-        return 0
-    return torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)["global_step"]
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, empty where there is none; tensors are not read."""
+    if not path.is_file():
+        return {}
+    return torch.load(path, map_location="meta", weights_only=True, mmap=True)
+
+
+def check_same_data(run_dir: Path, saved: dict[str, Any], data: DataModule) -> None:
+    """Raises UserError if the files behind the same options changed since `saved`: step numbers say which rows
+    come next, and token ids what they mean, of the same text and tokenizer only."""
+    cannot = f"run {run_dir.name!r} cannot be continued"
+    before = saved.get(type(data).__qualname__, data.state_dict())
+    if before != data.state_dict():
+        was, now = before["fingerprint"], data.fingerprint
+        raise UserError(f"{cannot}: its data changed (fingerprint {now}, not {was}); start another run.name on it")
+    if data.tokenizer is not None and data.tokenizer.fingerprint != load_tokenizer(run_dir).fingerprint:
+        raise UserError(f"{cannot}: data.tokenizer={data.config.tokenizer} is not the one that the run keeps")
 
 
 def resume_command(cfg: Config) -> str:
-    folder = "" if cfg.run.dir == "runs" else f" run.dir={cfg.run.dir}"
-    return f"python -m src.train resume=auto run.name={cfg.run.name}{folder}"
+    options = [f"run.name={cfg.run.name}"] + ([] if cfg.run.dir == "runs" else [f"run.dir={cfg.run.dir}"])
+    return shlex.join(["python", "-m", "src.train", "resume=auto", *options])
 
 
 def describe(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModule, start_step: int) -> None:
@@ -166,13 +191,13 @@ def describe(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModul
 
 def report(module: LanguageModule, trainer: Trainer) -> None:
     """Validation before and after, as a table."""
-    names = {"loss": "val/loss", "perplexity": "val/perplexity", "bits per byte": "val/bits_per_byte"}
-    names["accuracy"] = "val/accuracy"
+    names = {"loss": "val/loss", "perplexity": "val/perplexity", "word perplexity": "val/word_perplexity"}
+    names |= {"bits per byte": "val/bits_per_byte", "accuracy": "val/accuracy"}
     before, after = module.first_validation, module.metrics
-    print(f"\nvalidation     {'before':>10} {'after':>10}")
+    print(f"\nvalidation      {'before':>10} {'after':>10}")
     for name, tag in names.items():
         if tag in after:
-            print(f"{name:<14} {before.get(tag, float('nan')):>10.5g} {after[tag]:>10.5g}")
+            print(f"{name:<15} {before.get(tag, float('nan')):>10.5g} {after[tag]:>10.5g}")
     if "val/loss" in before:
         fell = before["val/loss"] - after["val/loss"]
         print(f"the validation loss fell by {fell:.4f} nats a token in {trainer.global_step} steps")

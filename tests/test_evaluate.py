@@ -1,10 +1,12 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from src import config
 from src.config import run_cli
-from src.evaluate import EvaluateConfig, evaluate, main, recall_table
+from src.evaluate import EvaluateConfig, build_data, evaluate, main, recall_table
 from src.module import pick_device
 from tests.training import rows, run, write_corpus
 
@@ -25,7 +27,7 @@ def recall_run(tmp_path_factory) -> Path:
 def test_last_checkpoint_gives_the_last_validation(text_run):
     results = evaluate(EvaluateConfig(run=str(text_run), device="cpu"))
     last = rows(text_run)[-1]
-    for name in ("loss", "perplexity", "bits_per_byte"):
+    for name in ("loss", "perplexity", "word_perplexity", "bits_per_byte"):
         assert results[name] == pytest.approx(float(last[f"val/{name}"]), rel=1e-6)
     saved = json.loads((text_run / "evaluation-val.json").read_text())
     assert saved["loss"] == results["loss"]
@@ -41,6 +43,41 @@ def test_batch_size_changes_nothing(text_run, tmp_path):
     )
     assert a["tokens"] == b["tokens"]
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+def test_rows_at_once_are_those_of_training(tmp_path):
+    run_dir = run(tmp_path, "run.name=a", "trainer.micro_batch_size=2")
+    cfg = config.load(run_dir)
+    for changes, rows_at_once in (({}, 2), ({"batch_size": 3}, 3), ({"val_batch_size": 1}, 1)):
+        data = build_data(cfg, run_dir, changes)
+        assert len(next(iter(data.val_dataloader().sampler)).samples) == rows_at_once, changes
+
+
+def test_both_perplexities_and_the_token_count_are_printed(text_run, capsys):
+    main(EvaluateConfig(run=str(text_run), device="cpu"))
+    lines = {line[:15].strip(): line[15:].strip() for line in capsys.readouterr().out.splitlines()}
+    saved = json.loads((text_run / "evaluation-val.json").read_text())
+    assert lines["perplexity"] == f"{saved['perplexity']:.4f}"
+    assert lines["word perplexity"] == f"{saved['word_perplexity']:.4f}"
+    assert lines["tokens"] == f"{saved['tokens']:,}"
+    assert saved["word_perplexity"] > saved["perplexity"]  # several bytes a word
+
+
+def test_numbers_that_json_does_not_know_are_null(text_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("src.module.LanguageModule._end_of_evaluation", end_with_nan)
+    output = tmp_path / "a.json"
+    assert math.isnan(evaluate(EvaluateConfig(run=str(text_run), device="cpu", output=str(output)))["loss"])
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    assert json.loads(output.read_text(), parse_constant=refuse)["loss"] is None
+
+
+def end_with_nan(self, split):
+    self.evaluated_tokens, self.recall_kinds = 1, {}
+    self.evaluated = {f"{split}/loss": math.nan, f"{split}/perplexity": math.inf}
+    return self.evaluated
 
 
 def test_test_split_and_best_checkpoint(text_run):

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 
@@ -73,6 +75,7 @@ def test_timing(model):
     assert timing.step_seconds > 0
     state = model.step(torch.tensor([[1] * 9 + new[:-1]]))[1]  # the last token need not be read
     assert timing.state_bytes == state.num_bytes
+    assert timing.positions == 9 + 3
 
 
 def test_empty_prompt_is_refused(model):
@@ -87,3 +90,29 @@ def test_streamed_text_waits_for_whole_characters():
     assert pieces == ["a", "é", "€", "😀", "b"]
     broken = list(stream_text(iter(b"a\xf0\x9f"), lambda ids: bytes(ids).decode(errors="replace")))
     assert "".join(broken) == "a\ufffd"
+
+
+def test_streamed_text_is_the_whole_text_whatever_the_bytes(seed):
+    rng = random.Random(seed)
+    parts = [*(c.encode() for c in "ab é€😀\ufffd"), b"\xf0", b"\x9f", b"\x98", b"\xff"]
+    for _ in range(200):
+        whole = b"".join(rng.choice(parts[:7]) for _ in range(30))
+        decode = lambda ids: bytes(ids).decode(errors="replace")  # noqa: E731
+        assert "".join(stream_text(iter(whole), decode)) == whole.decode()
+        any_bytes = b"".join(rng.choice(parts) for _ in range(12))
+        list(stream_text(iter(any_bytes), decode))  # ends
+
+
+def test_streaming_decodes_a_bounded_number_of_tokens():
+    longest = 0
+
+    def decode(ids):
+        """As SentencePiece does: a word's blank is left out where a text begins."""
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return "".join(f" {i}" for i in ids).removeprefix(" ")
+
+    pieces = list(stream_text(iter(range(100)), decode))
+    assert pieces[:3] == ["0", " 1", " 2"]
+    assert "".join(pieces) == " ".join(map(str, range(100)))
+    assert longest == 2

@@ -120,6 +120,7 @@ def test_model_sums_over_layers() -> None:
     assert model.state_bytes(70) == sum(mixer.state_bytes(70) for mixer in mixers)
     parts = [block.mixer.flops_per_token(70) + 6 * 32 * 80 for block in model.blocks]
     assert model.flops_per_token(70) == pytest.approx(sum(parts) + 2 * 32 * 50)
+    assert model.flops(9, 70, 4) == pytest.approx(9 * sum(parts) + 4 * 2 * 32 * 50)
 
 
 @pytest.mark.parametrize(

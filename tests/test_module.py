@@ -10,7 +10,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from src.config import asdict, compose
-from src.module import IGNORE_INDEX, LanguageModule, build_model, load_module
+from src.data import IGNORE
+from src.model import Block
+from src.module import LanguageModule, build_model, load_module
 from src.optim import lr_at
 
 VOCAB, LENGTH = 32, 8
@@ -20,9 +22,10 @@ def batch(rows: int, labelled: list[int] | None = None, **more: Any) -> dict[str
     """Random ids; row i has its first `labelled[i]` places labelled (all where it is None)."""
     labels = torch.randint(VOCAB, (rows, LENGTH))
     for i, n in enumerate(labelled or ()):
-        labels[i, n:] = IGNORE_INDEX
+        labels[i, n:] = IGNORE
     ids = torch.randint(VOCAB, (rows, LENGTH))
-    return {"input_ids": ids, "labels": labels, "cu_seqlens": None, "n_bytes": None, "n_pairs": None, **more}
+    absent = dict.fromkeys(("cu_seqlens", "n_bytes", "n_words", "n_pairs"))
+    return {"input_ids": ids, "labels": labels, **absent, **more}
 
 
 def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,7 +149,7 @@ def test_numbers_are_written_at_log_steps_only(seed):
 
 
 def test_validation_is_weighted_by_tokens(seed):
-    parts = [batch(1, n_bytes=10.0), batch(3, [1, 0, 2], n_bytes=5.0)]
+    parts = [batch(1, n_bytes=10.0, n_words=2.0), batch(3, [1, 0, 2], n_bytes=5.0, n_words=1.5)]
     module = new_module()
     trainer_of().validate(module, datamodule=Batches([], parts), verbose=False)
     data = joined(parts)
@@ -158,6 +161,7 @@ def test_validation_is_weighted_by_tokens(seed):
     assert module.metrics == {
         "val/loss": pytest.approx(loss, rel=1e-5),
         "val/perplexity": pytest.approx(math.exp(loss), rel=1e-5),
+        "val/word_perplexity": pytest.approx(math.exp(loss * 11 / 3.5), rel=1e-5),
         "val/bits_per_byte": pytest.approx(loss * 11 / math.log(2) / 15, rel=1e-5),
     }
     assert module.evaluated_tokens == 11
@@ -208,9 +212,35 @@ def test_configure_model_keeps_the_model():
     assert module.model is model
 
 
-def test_compiled_blocks_keep_parameter_names(seed):
-    plain, compiled = new_module(), new_module("trainer.compile=true")
-    assert plain.state_dict().keys() == compiled.state_dict().keys()
-    assert build_model(plain.hparams["config"], VOCAB, LENGTH).state_dict().keys() == {
-        name.removeprefix("model.") for name in plain.state_dict()
+def test_only_training_compiles_and_parameter_names_stay(tmp_path, monkeypatch, seed):
+    compiled = []
+    monkeypatch.setattr(Block, "compile", lambda block: compiled.append(block))
+    module, trainer = new_module("trainer.compile=true"), trainer_of()
+    trainer.validate(module, datamodule=Batches([], [batch(1)]), verbose=False)
+    assert not compiled
+    trainer.fit(module, datamodule=Batches([batch(1)]))
+    assert compiled == list(module.model.blocks)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    load_module(tmp_path / "a.ckpt")
+    assert len(compiled) == 1
+
+    monkeypatch.undo()
+    trainer_of(max_steps=0).fit(module, datamodule=Batches([batch(1)]))
+    assert module.model.blocks[0]._compiled_call_impl is not None
+    assert build_model(module.hparams["config"], VOCAB, LENGTH).state_dict().keys() == {
+        name.removeprefix("model.") for name in module.state_dict()
     }
+
+
+def test_flops_by_hand():
+    """Width 16, one softmax layer with an MLP of 48: logits cost only where there is a label."""
+    module = new_module("model.mlp_ratio=3", "data.seq_len=8")
+    mixer = module.model.blocks[0].mixer
+    data = {"input_ids": torch.zeros(2, 8), "cu_seqlens": None, "n_tokens": 3}
+    per_token = mixer.flops_per_token(8) + 3 * 2 * 16 * 48
+    assert module.flops(data) == pytest.approx(16 * per_token + 3 * 2 * 16 * VOCAB)
+    longer = {**data, "input_ids": torch.zeros(1, 16)}  # a row of another length, as mqar mixes them
+    extra = 16 * (mixer.flops_per_token(16) - mixer.flops_per_token(8))
+    assert module.flops(longer) == pytest.approx(module.flops(data) + extra)
+    packed = {**longer, "cu_seqlens": torch.tensor([0, 8, 16])}  # two rows of data.seq_len
+    assert module.flops(packed) == pytest.approx(module.flops(data))

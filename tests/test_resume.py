@@ -6,9 +6,12 @@ import signal
 import pytest
 
 from src.callbacks.preemption import Preempted, Preemption
+from src.config import Config, run_cli
+from src.data.common.tokenizer import train_bpe
 from src.errors import UserError
 from src.module import LanguageModule
-from tests.training import assert_same_state, checkpoint, rows, run
+from src.train import main
+from tests.training import assert_same_state, checkpoint, options, rows, run, write_corpus
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
 
@@ -57,15 +60,85 @@ def test_signal_in_the_last_step_lets_the_run_end(tmp_path, monkeypatch):
 
 def test_killed_run_continues_from_its_last_checkpoint(tmp_path, monkeypatch):
     """Killed in step 6 with a checkpoint of step 4: what was logged of step 5 is replaced, not doubled."""
-    whole = run(tmp_path, "run.name=whole")
+    more = ["trainer.max_steps=8"]
+    whole = run(tmp_path, "run.name=whole", *more)
     with monkeypatch.context() as patch:
         stop_after(patch, 6, RuntimeError)
         with pytest.raises(RuntimeError, match="killed"):
-            run(tmp_path, "run.name=parts")
+            run(tmp_path, "run.name=parts", *more)
     parts = tmp_path / "runs" / "parts"
     assert checkpoint(parts)["global_step"] == 4
     assert [row["step"] for row in rows(parts)] == ["0", "1", "2", "3", "4", "5"]
-    assert_equal_runs(run(tmp_path, "run.name=parts", "resume=auto"), whole)
+    assert_equal_runs(run(tmp_path, "run.name=parts", "resume=auto", *more), whole)
+
+
+@pytest.mark.parametrize("every", [3, 4])
+def test_run_killed_in_its_last_validation_makes_up_for_it(tmp_path, monkeypatch, every):
+    """Whether Lightning validates at that step too (every 3 of 6 steps) or not (every 4)."""
+    more = [f"trainer.val_every={every}", "trainer.checkpoint_every=100"]
+    whole = run(tmp_path, "run.name=whole", *more)
+    original = LanguageModule.validation_step
+
+    def validation_step(self, batch, batch_idx):
+        if self.trainer.global_step == 6:
+            raise RuntimeError("killed")
+        return original(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModule, "validation_step", validation_step)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(tmp_path, "run.name=parts", *more)
+    parts = run(tmp_path, "run.name=parts", "resume=auto", *more)
+    assert_equal_runs(parts, whole)
+    assert checkpoint(parts)["validated_step"] == 6
+
+
+def test_last_validation_runs_once_and_is_in_the_last_checkpoint(tmp_path, monkeypatch):
+    validated = []
+    original = LanguageModule.on_validation_epoch_end
+
+    def on_validation_epoch_end(self):
+        original(self)
+        validated.append(self.trainer.global_step)
+
+    monkeypatch.setattr(LanguageModule, "on_validation_epoch_end", on_validation_epoch_end)
+    saved = checkpoint(run(tmp_path, "run.name=a"))
+    assert validated == [0, 3, 6]
+    assert saved["validated_step"] == 6
+    best = next(state["best"] for name, state in saved["callbacks"].items() if name.startswith("BestCheckpoint"))
+    losses = [float(row["val/loss"]) for row in rows(tmp_path / "runs" / "a") if row["val/loss"]]
+    assert best == min(losses[1:])  # an extended run replaces best.ckpt only by a better one
+
+
+def test_changed_text_is_refused_and_nothing_overwritten(tmp_path, capsys):
+    run_dir = run(tmp_path, "run.name=a")
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    (tmp_path / "corpus" / "new.txt").write_text("one more file\n" * 9)
+    with pytest.raises(SystemExit) as end:
+        run_cli(main, Config, options(tmp_path, "run.name=a", "resume=auto", "trainer.max_steps=9"))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: run 'a' cannot be continued: its data changed (fingerprint ")
+    assert error.count("\n") == 1
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_changed_tokenizer_is_refused(tmp_path):
+    text = "".join(path.read_text() for path in write_corpus(tmp_path / "corpus").iterdir())
+    file = tmp_path / "mine.json"
+    more = [f"data.tokenizer={file}"]
+    file.write_text(train_bpe([text], 300).core.to_str())
+    run(tmp_path, "run.name=a", *more)
+    file.write_text(train_bpe([text[: len(text) // 2]], 300).core.to_str())
+    with pytest.raises(UserError, match=r"data\.tokenizer=.*mine.json is not the one that the run keeps"):
+        run(tmp_path, "run.name=a", "resume=auto", "trainer.max_steps=9", *more)
+
+
+def test_resume_says_what_is_done_otherwise(tmp_path, capsys):
+    run(tmp_path, "run.name=a")
+    capsys.readouterr()
+    run(tmp_path, "run.name=a", "resume=auto", "trainer.max_steps=8", "trainer.log_every=2")
+    assert "changed: trainer.max_steps=8, not 6; trainer.log_every=2, not 1\n" in capsys.readouterr().out
 
 
 def test_run_killed_before_its_first_checkpoint_starts_again(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from src import train
 from src.config import Config, run_cli
+from src.errors import UserError
 from src.evaluate import EvaluateConfig, evaluate
 from src.module import LanguageModule
 from tests.training import assert_same_state, checkpoint, config, options, rows, run, write_corpus
@@ -55,8 +57,8 @@ def test_run_folder(finished):
 def test_tags_and_steps_are_the_same_in_both_logs(finished):
     log = events(finished)
     assert set(log.Tags()["scalars"]) == {
-        "train/loss", "train/lr", "train/grad_norm", "val/loss", "val/perplexity", "val/bits_per_byte",
-        "perf/tokens_per_s", "mem/resident",
+        "train/loss", "train/lr", "train/grad_norm", "val/loss", "val/perplexity", "val/word_perplexity",
+        "val/bits_per_byte", "perf/tokens_per_s", "mem/resident",
     }  # fmt: skip
     assert [point.step for point in log.Scalars("val/loss")] == [0, 3, 6]
     assert [point.step for point in log.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
@@ -171,6 +173,30 @@ def test_nonfinite_loss_ends_with_one_line(tmp_path, monkeypatch, capsys):
     assert end.value.code == 1
     errors = capsys.readouterr().err.strip().splitlines()
     assert [line for line in errors if line.startswith("error: ")] == errors[-1:]
+
+
+def test_resume_command_can_be_pasted(tmp_path):
+    cfg = config(tmp_path, "run.name=two words", f"run.dir={tmp_path / 'my runs'}")
+    words = shlex.split(train.resume_command(cfg))
+    assert words == [
+        *["python", "-m", "src.train", "resume=auto"], "run.name=two words", f"run.dir={tmp_path / 'my runs'}"
+    ]  # fmt: skip
+
+
+def test_ranks_that_a_launcher_started_must_be_those_of_the_trainer(tmp_path, monkeypatch):
+    for key, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=r"trainer\.devices=1, .*2 ranks were started for 1"):
+        run(tmp_path, "run.name=a")
+    assert not (tmp_path / "runs" / "a").exists()
+
+
+def test_validation_in_training_knows_the_words(finished):
+    text = "".join(path.read_text() for path in (finished.parents[1] / "corpus").iterdir())
+    session = json.loads((finished / "manifest.json").read_text())[-1]
+    assert sum(session["data"][f"{split}.words"] for split in ("train", "val", "test")) == pytest.approx(
+        len(text.split()), abs=2 * 40  # each file is cut twice, perhaps inside a word
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -18,10 +18,12 @@ def save(trainer: Trainer, path: Path, weights_only: bool = False) -> None:
 
 
 class LastCheckpoint(Callback):
-    """Writes `last.ckpt`, which a run resumes from, every `every` optimizer steps and after the last one.
+    """Writes `last.ckpt`, which a run resumes from, every `every` optimizer steps and at the end.
 
     Always between two steps of the training loop, before a validation that is due: Lightning's loop counters
-    are exact there, and a resumed run makes up for the validation.
+    are exact there, and a resumed run makes up for the validation. Only the last step is saved after its
+    validation (`EdgeValidation` stands before this callback), and the one before it in any case: a run that is
+    killed while it validates for the last time repeats one step and validates.
     """
 
     def __init__(self, folder: Path, every: int) -> None:
@@ -31,9 +33,8 @@ class LastCheckpoint(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        at_step_end = (index + 1) % trainer.accumulate_grad_batches == 0
         step = trainer.global_step
-        if at_step_end and (step % self.every == 0 or step == trainer.max_steps):
+        if module.ends_step(index) and (step % self.every == 0 or step >= trainer.max_steps - 1):
             save(trainer, self.path)
 
 

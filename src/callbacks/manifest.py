@@ -1,5 +1,6 @@
 """`manifest.json`: what ran, with which code, on what, and how it ended."""
 
+import hashlib
 import json
 import os
 import platform
@@ -15,6 +16,8 @@ import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from src.files import write_json
+
 PACKAGES = ("torch", "lightning", "torchmetrics", "triton", "tokenizers", "datasets", "numpy", "omegaconf")
 
 
@@ -22,8 +25,9 @@ class Manifest(Callback):
     """Writes `<run>/manifest.json` when training starts and when it ends, however it ends.
 
     The file is a list of sessions, one for each process that trained the run; resuming appends one. Each has
-    `config, argv, git, versions, hardware, seed, data, started, finished, state, from_step, to_step`; the
-    state is `running`, `finished`, or the name of the exception that ended it.
+    `config, argv, git, plugins, versions, hardware, seed, data, started, finished, state, from_step, to_step`;
+    `plugins` has the SHA-256 of each plugin file, which git may not know; the state is `running`, `finished`, or
+    the name of the exception that ended it.
 
     Args:
         run_dir: the run folder.
@@ -42,6 +46,7 @@ class Manifest(Callback):
         self.session |= {
             "argv": sys.argv,
             "git": git_state(Path(__file__).parent),
+            "plugins": {path: _sha256(path) for path in self.session["config"]["plugins"]},
             "versions": versions(),
             "hardware": hardware(trainer),
             "seed": self.session["config"]["seed"],
@@ -64,15 +69,8 @@ class Manifest(Callback):
             write_json(self.path, [*self.earlier, self.session])
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(partial, path)
-
-
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether tracked files differ from it; None outside a repository or without git."""
+    """Commit, and whether the files differ from it or are new to it; None outside a repository or without git."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -90,7 +88,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     commit = git("rev-parse", "HEAD")
     if commit is None:
         return None
-    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=normal"))}
 
 
 def versions() -> dict[str, str | None]:
@@ -114,6 +112,10 @@ def hardware(trainer: Trainer) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "world_size": trainer.world_size,
     }
+
+
+def _sha256(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _now() -> str:

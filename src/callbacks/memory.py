@@ -20,7 +20,7 @@ class Memory(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        if (index + 1) % trainer.accumulate_grad_batches or not module.is_log_step(trainer.global_step):
+        if not module.ends_step(index) or not module.is_log_step(trainer.global_step):
             return
         device = trainer.strategy.root_device
         if device.type == "cuda":

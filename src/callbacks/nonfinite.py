@@ -31,8 +31,7 @@ class NonFiniteGuard(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        at_step_end = (index + 1) % trainer.accumulate_grad_batches == 0
-        if at_step_end and (module.is_log_step(trainer.global_step) or len(self.batches) >= MOST_KEPT):
+        if module.ends_step(index) and (module.is_log_step(trainer.global_step) or len(self.batches) >= MOST_KEPT):
             self._check(trainer, module)
             self.batches.clear()
 

@@ -41,7 +41,7 @@ class Progress(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        if not trainer.is_global_zero or (index + 1) % trainer.accumulate_grad_batches:
+        if not trainer.is_global_zero or not module.ends_step(index):
             return
         step = trainer.global_step
         if self._tqdm is not None:

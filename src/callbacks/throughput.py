@@ -51,16 +51,16 @@ class Throughput(Callback):
     waited for only where the clock stops. The first `warmup` steps of a process (compilation, tuning) are
     left out.
 
-        mfu = 3 · forward FLOPs a token · tokens/s / (peak · ranks)
+        mfu = 3 · forward FLOPs / (seconds · peak · ranks)
+
+    The FLOPs are `module.flops` of every micro-batch; a backward pass costs twice a forward pass, and
+    recomputation does not count.
 
     Args:
-        flops_per_token: of a forward pass, from the model, at the rows' length. A backward pass costs twice
-            that; recomputation does not count.
         warmup: optimizer steps left out.
     """
 
-    def __init__(self, flops_per_token: float, warmup: int = 3) -> None:
-        self.flops_per_token = flops_per_token
+    def __init__(self, warmup: int = 3) -> None:
         self.warmup = warmup
         self.clock = time.perf_counter
         self.total_tokens, self.total_seconds = 0.0, 0.0
@@ -72,7 +72,7 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._first = trainer.global_step + self.warmup
-        self._tokens, self._seconds = 0, 0.0
+        self._tokens, self._flops, self._seconds = 0, 0.0, 0.0
         self._since: float | None = None  # None: the clock stands
         device = trainer.strategy.root_device
         self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -88,7 +88,8 @@ class Throughput(Callback):
         if self._since is None:
             return
         self._tokens += batch["input_ids"].numel()
-        if (index + 1) % trainer.accumulate_grad_batches == 0 and module.is_log_step(trainer.global_step):
+        self._flops += module.flops(batch)
+        if module.ends_step(index) and module.is_log_step(trainer.global_step):
             self._stop(trainer)
             self._since = self.clock()
             self._report(trainer, module)
@@ -112,14 +113,14 @@ class Throughput(Callback):
             torch.cuda.synchronize(trainer.strategy.root_device)
 
     def _report(self, trainer: Trainer, module: LightningModule) -> None:
-        numbers = torch.tensor([self._tokens, self._seconds], device=module.device)
-        tokens = float(trainer.strategy.reduce(numbers[:1].clone(), reduce_op="sum"))
-        seconds = float(trainer.strategy.reduce(numbers[1:].clone(), reduce_op="max"))
-        self._tokens, self._seconds = 0, 0.0
+        numbers = torch.tensor([self._tokens, self._flops, self._seconds], device=module.device)
+        tokens, flops = trainer.strategy.reduce(numbers[:2].clone(), reduce_op="sum").tolist()
+        seconds = float(trainer.strategy.reduce(numbers[2:].clone(), reduce_op="max"))
+        self._tokens, self._flops, self._seconds = 0, 0.0, 0.0
         self.total_tokens += tokens
         self.total_seconds += seconds
         rate = tokens / seconds
         values = {"perf/tokens_per_s": rate}
         if self._peak is not None:
-            values["perf/mfu"] = 3 * self.flops_per_token * rate / (self._peak * trainer.world_size)
+            values["perf/mfu"] = 3 * flops / (seconds * self._peak * trainer.world_size)
         module.record(values, trainer.global_step)

@@ -47,6 +47,8 @@ class Batch(TypedDict):
     """int32 [N+1]: where documents begin in the flattened row, then its length (repeated). None: B rows."""
     n_bytes: float | None
     """UTF-8 bytes of the labelled text, a cut document's in proportion to its labels. None: not a text."""
+    n_words: float | None
+    """Words of it (between white space), in proportion likewise. None: not a text."""
     n_pairs: int | None
     """Key–value pairs per row (associative recall). None: another kind of data."""
 
@@ -166,7 +168,11 @@ class DataModule(LightningDataModule):
         # Loader processes get a copy; the trainer cannot and need not travel with it.
         return {**self.__dict__, "trainer": None}
 
-    # A run folder
+    # A run folder and its checkpoints
+
+    def state_dict(self) -> dict[str, str]:
+        """What a checkpoint says about the data: the same content, which a run must be continued on."""
+        return {"fingerprint": self.fingerprint}
 
     def save_tokenizer(self, run_dir: Path) -> None:
         """Keep the tokenizer with a run, so that generation needs no corpus. Nothing for a synthetic task."""
@@ -188,7 +194,8 @@ class _Draws(Dataset):
         batch = self.module.batch(self.split, draw.samples)
         if not draw.counts:
             batch["labels"] = torch.full_like(batch["labels"], IGNORE)
-            batch["n_bytes"] = None if batch["n_bytes"] is None else 0.0
+            for key in ("n_bytes", "n_words"):
+                batch[key] = None if batch[key] is None else 0.0
         return batch
 
 

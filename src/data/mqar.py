@@ -138,7 +138,9 @@ class MQAR(DataModule):
         place, numbers = (self._train_place if split == "train" else self._eval_place)(split, samples)
         kind = self.kinds[split][place]
         input_ids, labels = self.draw(kind, np.asarray(numbers), STREAMS[split], place)
-        return Batch(input_ids=input_ids, labels=labels, cu_seqlens=None, n_bytes=None, n_pairs=kind.n_pairs)
+        return Batch(
+            input_ids=input_ids, labels=labels, cu_seqlens=None, n_bytes=None, n_words=None, n_pairs=kind.n_pairs
+        )
 
     def _train_place(self, split: Split, samples: Sequence[int]) -> tuple[int, list[int]]:
         """The kind of these samples (of one step) and their numbers among its examples."""

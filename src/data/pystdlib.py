@@ -16,7 +16,7 @@ from pathlib import Path
 
 from src.data import Split
 from src.data.common.corpus import Corpus
-from src.data.common.files import split_of
+from src.data.common.files import reading, split_of
 from src.errors import UserError
 
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
@@ -50,21 +50,26 @@ class PyStdlib(Corpus):
     def split_of(path: str) -> Split:
         return split_of(hashlib.sha256(path.encode()).hexdigest())
 
+    def _source(self, path: str) -> bytes:
+        with reading(self.root / path):
+            return (self.root / path).read_bytes()
+
     def documents(self, split: Split) -> Iterator[str]:
         for path in self._files:
             if self.split_of(path) == split:
-                yield _decode((self.root / path).read_bytes())
+                yield _decode(self._source(path))
 
     def sizes(self) -> dict[str, int]:
         sizes = dict.fromkeys(("train", "val", "test"), 0)
         for path in self._files:
-            sizes[self.split_of(path)] += (self.root / path).stat().st_size
+            with reading(self.root / path):
+                sizes[self.split_of(path)] += (self.root / path).stat().st_size
         return sizes
 
     def content_hash(self) -> str:
         content = hashlib.sha256()
         for path in self._files:
-            source = (self.root / path).read_bytes()
+            source = self._source(path)
             content.update(f"{path}\0{len(source)}\0".encode() + source)
         return content.hexdigest()
 

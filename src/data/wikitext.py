@@ -20,7 +20,7 @@ from typing import Literal
 
 from src.data import Split
 from src.data.common.corpus import Corpus
-from src.data.common.files import Slice, digest_file, read
+from src.data.common.files import Slice, digest_file, read, reading
 from src.data.common.hub import reachable
 from src.errors import UserError
 
@@ -56,7 +56,9 @@ class WikiText(Corpus):
                 raise UserError(f"data.path={name}: no such file or folder")
             if (path / self.config.version).is_dir():
                 path = path / self.config.version
-            for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            with reading(path):
+                files = sorted(path.iterdir()) if path.is_dir() else [path]
+            for file in files:
                 split = _split_of(file)
                 if split:
                     found[split].append(file)
@@ -111,7 +113,9 @@ def _lines(file: Path) -> Iterator[str]:
         yield from _parquet_lines(file)
         return
     rest = ""
-    for block in read(Slice(file, 0, file.stat().st_size)):
+    with reading(file):
+        size = file.stat().st_size
+    for block in read(Slice(file, 0, size)):
         *lines, rest = (rest + block).split("\n")
         yield from (line + "\n" for line in lines)
     if rest:
@@ -140,7 +144,7 @@ def _hub_lines(version: str, split: str) -> Iterator[str]:
 
     try:
         rows = load_dataset(HUB, version, split=HUB_SPLITS[split], revision=REVISION)
-    except (OSError, ValueError) as error:  # no network after all, or nothing downloaded before
+    except Exception as error:  # no network after all, nothing downloaded before, a full disk: each in its own class
         raise UserError(
             f"data=wikitext: {HUB} cannot be loaded ({' '.join(str(error).split())[:120]}); give data.path="
         ) from error

@@ -7,7 +7,6 @@ from inspect import signature
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from src.ops.checks import (
     check_cu_seqlens,
@@ -181,13 +180,6 @@ def _backward(ctx, do: Tensor):
 
 
 attention_by_document.register_autograd(_backward, setup_context=_keep_inputs)
-
-
-@register_flop_formula(torch.ops.loglinear.attention_by_document)
-def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *_, out_shape=None, **__) -> int:
-    """The whole square of one document, as PyTorch counts its own attention: shapes do not tell the documents."""
-    (B, T, H, K), V = q, v[-1]
-    return 2 * B * H * T * T * (K + V)
 
 
 def _join(old: AttentionState | None, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> AttentionState:

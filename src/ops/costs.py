@@ -92,3 +92,23 @@ def _mean_live_levels(seq_len: int) -> float:
     """Chunk levels that a token reads (set bits of its chunk's index), the mean over the sequence."""
     full, rest = divmod(seq_len, CHUNK_SIZE)
     return (sum(b.bit_count() for b in range(full)) * CHUNK_SIZE + full.bit_count() * rest) / seq_len
+
+
+def register_counter_formulas() -> None:
+    """Let ``torch.utils.flop_counter.FlopCounterMode`` count packed softmax attention on the CPU.
+
+    It counts the whole square of one document, as PyTorch counts its own attention: shapes do not tell where
+    documents end. A function, because the counter's module imports Triton, which choosing a mixer must not.
+    """
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    from src.ops.attention import attention_by_document  # noqa: F401  registers the operator
+
+    operator = torch.ops.loglinear.attention_by_document
+    if operator in flop_registry:
+        return
+
+    @register_flop_formula(operator)
+    def square(q: torch.Size, k: torch.Size, v: torch.Size, *_, out_shape: object = None, **__: object) -> int:
+        (B, T, H, K), V = q, v[-1]
+        return 2 * B * H * T * T * (K + V)

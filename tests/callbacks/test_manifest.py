@@ -1,12 +1,17 @@
+import hashlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from src.callbacks.manifest import git_state
 from src.module import LanguageModule
+from src.registry import DATA
 from tests.training import run
+
+COPY_TASK = Path(__file__).parents[1] / "plugins" / "copy_task.py"
 
 
 def sessions(run_dir):
@@ -49,3 +54,17 @@ def test_git_state(tmp_path):
     assert state["dirty"] is False
     (tmp_path / "file").write_text("two")
     assert git_state(tmp_path)["dirty"] is True
+    subprocess.run([*git, "checkout", "-q", "file"], check=True)
+    assert git_state(tmp_path)["dirty"] is False
+    (tmp_path / "mine.py").write_text("a new mixer")
+    assert git_state(tmp_path)["dirty"] is True
+
+
+def test_plugin_files_are_recorded_by_content(tmp_path):
+    plugin = tmp_path / "manifest_task.py"
+    plugin.write_text(COPY_TASK.read_text())
+    try:
+        run_dir = run(tmp_path, "run.name=a", f"plugins=[{plugin}]", "data=manifest_task", "data.seq_len=8")
+    finally:
+        DATA._files.pop("manifest_task", None)  # other tests look at the registry as it is without it
+    assert sessions(run_dir)[0]["plugins"] == {str(plugin): hashlib.sha256(plugin.read_bytes()).hexdigest()}

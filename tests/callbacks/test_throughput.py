@@ -13,8 +13,15 @@ class Module:
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, accumulation: int) -> None:
+        self.accumulation = accumulation
         self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def ends_step(self, index: int) -> bool:
+        return (index + 1) % self.accumulation == 0
+
+    def flops(self, batch: dict[str, Any]) -> float:
+        return 100.0 * batch["input_ids"].numel() + 7.0 * batch["n_tokens"]
 
     def is_log_step(self, step: int) -> bool:
         return step % 2 == 0
@@ -28,20 +35,20 @@ class Run:
 
     def __init__(self, warmup: int, accumulation: int = 1) -> None:
         self.time = 0.0
-        self.module = Module()
+        self.module = Module(accumulation)
         self.trainer: Any = SimpleNamespace(
             global_step=0,
             accumulate_grad_batches=accumulation,
             world_size=1,
             strategy=SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda tensor, reduce_op: tensor),
         )
-        self.callback = Throughput(flops_per_token=100.0, warmup=warmup)
+        self.callback = Throughput(warmup)
         self.callback.clock = lambda: self.time
         self.callback.on_train_start(self.trainer, self.module)
         self.index = 0
 
-    def step(self, seconds: float, tokens: int) -> None:
-        batch = {"input_ids": torch.zeros(1, tokens)}
+    def step(self, seconds: float, tokens: int, labelled: int = 0) -> None:
+        batch = {"input_ids": torch.zeros(1, tokens), "n_tokens": labelled}
         for _ in range(self.trainer.accumulate_grad_batches):
             self.callback.on_train_batch_start(self.trainer, self.module, batch, self.index)
             self.time += seconds
@@ -79,9 +86,9 @@ def test_micro_batches_count():
 def test_utilisation_is_three_forwards_over_the_peak():
     run = Run(warmup=0)
     run.callback._peak = 1e5
-    run.step(1.0, 100)
-    run.step(1.0, 100)
-    assert run.module.rows[0][1]["perf/mfu"] == pytest.approx(3 * 100.0 * 100 / 1e5)
+    run.step(1.0, 100, labelled=10)
+    run.step(1.0, 300, labelled=20)
+    assert run.module.rows[0][1]["perf/mfu"] == pytest.approx(3 * (400 * 100 + 30 * 7) / 2 / 1e5)
 
 
 @pytest.mark.parametrize(

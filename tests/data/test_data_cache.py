@@ -162,6 +162,19 @@ def test_documents_larger_than_a_batch_stream_through(tmp_path, monkeypatch):
     assert largest < 2 * PIECE + cache.BATCH
 
 
+def test_words_are_counted_across_pieces(tmp_path):
+    """A word longer than a piece is cut; documents end words."""
+    long = "x" * (5 * PIECE)
+    documents = [f"a {long} b", "c", iter(["d e", "e ", " f\n", "g"])]
+    cache.build(tmp_path / "out", {"train": documents, "val": [], "test": []}, ByteTokenizer(), {})
+    assert cache.open_streams(tmp_path / "out")["train"].word_starts.tolist() == [0, 3, 4, 8]
+
+
+def test_errors_of_the_caller_are_not_those_of_the_folder(folder):
+    with pytest.raises(FileNotFoundError), cache.exclusive(folder / "cache", "key"):
+        (folder / "absent").read_bytes()
+
+
 def test_waiting_for_the_lock_ends_with_its_holder(folder):
     (folder / "cache").mkdir()
     module = _module(folder)

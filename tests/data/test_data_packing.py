@@ -27,6 +27,7 @@ def test_two_documents_by_hand(corpus):
     assert batch["cu_seqlens"].dtype == torch.int32
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert batch["n_bytes"] == 3.0
+    assert batch["n_words"] == 2.0
     assert batch["n_pairs"] is None
 
 
@@ -53,6 +54,7 @@ def test_evaluation_reads_every_token_once_in_order(corpus, prose, seed, packing
     assert torch.cat([b["labels"].flatten() for b in batches]).tolist() == [*expected[1:], EOT]
     total = sum(len(document.encode()) for document in documents)
     assert sum(b["n_bytes"] for b in batches) == pytest.approx(total, rel=1e-9)
+    assert sum(b["n_words"] for b in batches) == pytest.approx(sum(len(d.split()) for d in documents), rel=1e-9)
     for batch in batches:
         if packing == "documents":
             assert batch["input_ids"].shape[0] == 1
@@ -99,7 +101,8 @@ def test_a_corpus_below_one_row_is_one_shorter_row(corpus):
 
 def test_bytes_of_a_cut_document_are_in_proportion_to_its_labels(corpus):
     module = corpus(["é" * 7], seq_len=5, packing="concatenate")  # 14 bytes, 15 labels
-    first, second = (module._streams["train"].bytes_before(p) for p in (5, 10))
+    stream = module._streams["train"]
+    first, second = (stream.share(stream.byte_starts, place) for place in (5, 10))
     assert first == pytest.approx(14 / 3)
     assert second - first == pytest.approx(14 / 3)
 

@@ -67,6 +67,12 @@ def test_no_sources_is_one_error(tmp_path):
         _module(tmp_path).prepare_data()
 
 
+def test_a_file_that_cannot_be_read_is_named(library):
+    (library / "dangling.py").symlink_to(library / "nowhere")
+    with pytest.raises(UserError, match=r"dangling.py cannot be read \(No such file"):
+        _module(library).prepare_data()
+
+
 @pytest.mark.slow
 def test_the_real_library(tmp_path):
     """About ten seconds on two free cores, three of them for the tokenizer."""

@@ -91,6 +91,14 @@ def test_mistaken_paths(tmp_path):
         _module(tmp_path, path=[str(tmp_path)]).setup()
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path, folder):
+    file = folder / "wiki.valid.raw"
+    file.unlink()
+    file.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"wiki.valid.raw cannot be read \(No such file"):
+        _module(tmp_path, path=[str(folder)]).setup("fit")
+
+
 def test_no_network_is_one_quick_error_that_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

@@ -111,3 +111,11 @@ def test_growth_with_length() -> None:
         assert math.isclose(grown, 0.5 * 2 * 32 * 32)
         grown = costs.loglinear_gated_delta_rule(2 * T, *sizes) - costs.loglinear_gated_delta_rule(T, *sizes)
         assert math.isclose(grown, 0.5 * 6 * 32 * 32)
+
+
+def test_packed_attention_is_counted_as_one_document() -> None:
+    costs.register_counter_formulas()
+    q, k, v = (torch.randn(1, 40, 4, 16) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        ops.softmax_attention(q, k, v, cu_seqlens=torch.tensor([0, 10, 40]))
+    assert counter.get_total_flops() == 2 * 40 * costs.softmax_attention(40, 4, 16, 16)

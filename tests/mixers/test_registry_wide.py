@@ -16,11 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from src.mixers import Mixer
 from src.model import LanguageModel, ModelConfig
+from src.optim import parameter_groups
 from src.registry import MIXERS, load_file
 
 EXAMPLE = Path(__file__).parents[1] / "plugins" / "ema.py"
-PLUGINS = [EXAMPLE, *map(Path, filter(None, os.environ.get("TEST_PLUGINS", "").split(",")))]
-NAMES = sorted({*MIXERS.names(), *(path.stem for path in PLUGINS)})
+GIVEN = [Path(path) for path in os.environ.get("TEST_PLUGINS", "").split(",") if path]
+PLUGINS = [*GIVEN, *([] if EXAMPLE.stem in {path.stem for path in GIVEN} else [EXAMPLE])]  # a copy of it takes its name
+BUILT_IN = MIXERS.names()
+NAMES = sorted({*BUILT_IN, *(path.stem for path in PLUGINS)})
 LENGTHS = [0, 5, 0, 65, 1, 64]
 """Documents of the packed tests: empty ones first and inside, and both sides of a chunk's end."""
 VOCABULARY = 40
@@ -279,6 +282,25 @@ def test_gradients_reach_every_parameter(name: str) -> None:
         assert parameter.grad is not None, key
         assert parameter.grad.isfinite().all(), key
         assert parameter.grad.any(), key
+
+
+@over_mixers
+def test_each_parameter_is_in_one_group_and_only_matrices_decay(name: str) -> None:
+    """Decayed: the weights of linear layers and convolutions, by name; not gates, scales, norms, embeddings."""
+    options = MIXERS.get(name).Config(name=name)
+    model = LanguageModel(ModelConfig(d_model=32, n_layers=2), options, VOCABULARY, 256)
+    groups = parameter_groups(model, 0.1)
+    grouped = [id(p) for group in groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    for key, parameter in model.named_parameters():
+        owner, _, kind = key.rpartition(".")
+        if kind in ("A_log", "D", "dt_bias", "L", "bias", "logit") or owner.endswith(("norm", "embedding")):
+            assert decay[id(parameter)] == 0.0, key
+        elif owner.endswith(("proj", "conv")):
+            assert decay[id(parameter)] == 0.1, key
+        else:  # a plugin's own
+            assert name not in BUILT_IN, f"{key}: say here whether it decays"
 
 
 @over_mixers

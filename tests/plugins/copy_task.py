@@ -38,4 +38,4 @@ class CopyTask(DataModule):
         half = torch.from_numpy((bits % self.config.symbols).astype(np.int64) + 1)
         input_ids = torch.cat([half, torch.zeros_like(half[:, :1]), half[:, :-1]], dim=1)
         labels = torch.cat([torch.full_like(half, IGNORE), half], dim=1)
-        return Batch(input_ids=input_ids, labels=labels, cu_seqlens=None, n_bytes=None, n_pairs=None)
+        return Batch(input_ids=input_ids, labels=labels, cu_seqlens=None, n_bytes=None, n_words=None, n_pairs=None)

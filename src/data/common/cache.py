@@ -25,7 +25,7 @@ from src.errors import UserError
 Document = str | Iterable[str]
 """A text; or, of one that need not fit into memory, its consecutive parts."""
 
-FORMAT = 1  # of the files, and of how text becomes tokens: part of every key
+FORMAT = 2  # of the files, and of how text becomes tokens: part of every key
 SPLITS = ("train", "val", "test")
 BATCH = 1 << 22  # characters tokenised in parallel at once: about 150 MB of intermediate results
 
@@ -33,15 +33,16 @@ BATCH = 1 << 22  # characters tokenised in parallel at once: about 150 MB of int
 @contextlib.contextmanager
 def exclusive(cache_dir: Path, key: str) -> Iterator[None]:
     """Hold the lock of this key. Raises UserError where the folder cannot be written."""
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache_dir / f"{key}.lock"):
-            yield
-    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-        raise UserError(
-            f"data.cache_dir={cache_dir} cannot be written ({getattr(error, 'strerror', None) or error}): "
-            "name another folder"
-        ) from error
+    with contextlib.ExitStack() as held:
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(cache_dir / f"{key}.lock"))
+        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+            raise UserError(
+                f"data.cache_dir={cache_dir} cannot be written ({getattr(error, 'strerror', None) or error}): "
+                "name another folder"
+            ) from error
+        yield  # outside the try: an error of the caller's is none of this folder
 
 
 def bpe_path(cache_dir: Path, content: str, vocab_size: int, max_bytes: int) -> Path:
@@ -116,8 +117,9 @@ def _tokenise(
 ) -> dict[str, int]:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     eot = np.array([tokenizer.eot], dtype)
-    starts, byte_starts = array("q"), array("q")
-    place = n_bytes = 0
+    starts, byte_starts, word_starts = array("q"), array("q"), array("q")
+    place = n_bytes = n_words = 0
+    inside = False  # a word that the piece before ended in goes on
     with (
         open(f"{path}.tokens.npy", "wb") as file,
         tqdm(
@@ -137,11 +139,15 @@ def _tokenise(
                 if first:
                     starts.append(place)
                     byte_starts.append(n_bytes)
+                    word_starts.append(n_words)
+                    inside = False
                     file.write(eot.tobytes())
                     place += 1
                 file.write(np.asarray(ids, dtype=dtype).tobytes())
                 place += len(ids)
                 n_bytes += len(text.encode())
+                n_words += len(text.split()) - (inside and not text[0].isspace())
+                inside = not text[-1].isspace()
             bar.update(n_bytes - before)
         file.write(eot.tobytes())
         file.seek(0)
@@ -151,8 +157,10 @@ def _tokenise(
         os.fsync(file.fileno())
     starts.append(place)
     byte_starts.append(n_bytes)
+    word_starts.append(n_words)
     np.save(f"{path}.starts.npy", np.frombuffer(starts, dtype=np.int64))
     np.save(f"{path}.bytes.npy", np.frombuffer(byte_starts, dtype=np.int64))
+    np.save(f"{path}.words.npy", np.frombuffer(word_starts, dtype=np.int64))
     return Stream(path).facts()
 
 

@@ -168,8 +168,14 @@ class Corpus(DataModule):
         elif (taken := self.n_samples(split)) < n:
             samples = [i * n // taken for i in samples]
         rows = [(i * size, min((i + 1) * size, len(stream))) for i in samples]
-        input_ids, labels, cu_seqlens, n_bytes = pack(stream, rows, self.config.packing)
-        return Batch(input_ids=input_ids, labels=labels, cu_seqlens=cu_seqlens, n_bytes=n_bytes, n_pairs=None)
+        input_ids, labels, cu_seqlens = pack(stream, rows, self.config.packing)
+        n_bytes, n_words = (
+            sum(stream.share(starts, end) - stream.share(starts, begin) for begin, end in rows)
+            for starts in (stream.byte_starts, stream.word_starts)
+        )
+        return Batch(
+            input_ids=input_ids, labels=labels, cu_seqlens=cu_seqlens, n_bytes=n_bytes, n_words=n_words, n_pairs=None
+        )
 
     def eval_batches(self, split: Split, batch_size: int) -> list[Sequence[int]]:
         batches = super().eval_batches(split, batch_size)

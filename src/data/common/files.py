@@ -34,12 +34,19 @@ def split_of(digest: str, val_fraction: float = 0.05, test_fraction: float = 0.0
     return "test" if place < val_fraction + test_fraction else "train"
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """An OSError inside becomes a UserError that names the file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
 def open_binary(path: Path) -> BinaryIO:
     """Open for reading. Raises UserError that names the file."""
-    try:
+    with reading(path):
         return path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
 
 
 def digest_file(path: Path, memo: Path) -> str:

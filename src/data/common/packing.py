@@ -26,12 +26,13 @@ class Stream:
     """Memory-mapped arrays of one split with m documents and L labels."""
 
     path: Path
-    """Folder and stem of the three files."""
+    """Folder and stem of the four files."""
 
     def __post_init__(self) -> None:
         self.tokens = np.load(f"{self.path}.tokens.npy", mmap_mode="r")  # [L + 1]
         self.starts = np.load(f"{self.path}.starts.npy", mmap_mode="r")  # [m + 1] places of the EOTs, then L
         self.byte_starts = np.load(f"{self.path}.bytes.npy", mmap_mode="r")  # [m + 1] UTF-8 bytes before them
+        self.word_starts = np.load(f"{self.path}.words.npy", mmap_mode="r")  # [m + 1] words before them
 
     def __getstate__(self) -> dict[str, object]:
         return {"path": self.path}  # a pickled memory map would carry the corpus
@@ -53,15 +54,16 @@ class Stream:
         return int(self.byte_starts[-1])
 
     def facts(self) -> dict[str, int]:
-        return {"documents": self.n_documents, "tokens": len(self), "bytes": self.n_bytes}
+        words = int(self.word_starts[-1])
+        return {"documents": self.n_documents, "tokens": len(self), "words": words, "bytes": self.n_bytes}
 
-    def bytes_before(self, place: int) -> float:
-        """UTF-8 bytes of the text that the labels [0, place) spell, a cut document's in proportion."""
+    def share(self, amounts: np.ndarray, place: int) -> float:
+        """Of `byte_starts` or `word_starts`, what the labels [0, place) spell, a cut document's in proportion."""
         if place >= len(self):
-            return float(self.n_bytes)
+            return float(amounts[-1])
         j = int(np.searchsorted(self.starts, place, side="right")) - 1
         begin, end = int(self.starts[j]), int(self.starts[j + 1])
-        low, high = int(self.byte_starts[j]), int(self.byte_starts[j + 1])
+        low, high = int(amounts[j]), int(amounts[j + 1])
         return low + (high - low) * (place - begin) / (end - begin)
 
     def borders(self, begin: int, end: int) -> np.ndarray:
@@ -73,17 +75,16 @@ class Stream:
 
 def pack(
     stream: Stream, rows: Sequence[tuple[int, int]], packing: Literal["documents", "concatenate"]
-) -> tuple[Tensor, Tensor, Tensor | None, float]:
-    """Rows [begin, end) of the stream as (input_ids, labels, cu_seqlens, n_bytes).
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows [begin, end) of the stream as (input_ids, labels, cu_seqlens).
 
     documents: one row [1, sum of lengths] with cu_seqlens at every row and document, padded with its last
     value to a multiple of 16 entries. concatenate: [B, T] (rows of one length), no cu_seqlens.
     """
     spans = [np.asarray(stream.tokens[begin : end + 1]).astype(np.int64) for begin, end in rows]
-    n_bytes = sum(stream.bytes_before(end) - stream.bytes_before(begin) for begin, end in rows)
     if packing == "concatenate":
         both = torch.from_numpy(np.stack(spans))
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous(), None, n_bytes
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous(), None
     input_ids = torch.from_numpy(np.concatenate([span[:-1] for span in spans]))[None]
     labels = torch.from_numpy(np.concatenate([span[1:] for span in spans]))[None]
     parts, place = [], 0
@@ -94,4 +95,4 @@ def pack(
     total = -(-(len(cuts) + 1) // CU_SEQLENS_MULTIPLE) * CU_SEQLENS_MULTIPLE
     cu_seqlens = np.full(total, place, dtype=np.int32)
     cu_seqlens[: len(cuts)] = cuts
-    return input_ids, labels, torch.from_numpy(cu_seqlens), n_bytes
+    return input_ids, labels, torch.from_numpy(cu_seqlens)
