@@ -21,6 +21,7 @@ lint: $(READY)
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
+	@echo "installing into .venv (a minute or two, once)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)

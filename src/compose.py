@@ -136,7 +136,8 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
     flat: dict[str, str] = {}
     for argument in argv:
         if argument.startswith("-"):
-            near = nearest(argument, ["--help", "--cfg"])
+            flags = [flag for flag in ("--help", "--cfg") if flag.startswith(argument)]
+            near = f"; did you mean {flags[0]!r}?" if len(flags) == 1 else ""
             raise UserError(f"unknown flag {show(argument)!r}{near} (allowed: --help, --cfg, and key=value)")
         key, equals, text = argument.partition("=")
         if not equals or not all(key.split(".")):

@@ -56,7 +56,8 @@ class CsvLogger(Logger):
     """`metrics.csv`: one row per step with everything logged at it, empty cells where nothing was.
 
     What an interrupted process wrote after `start_step` is dropped, and the file continued. A row is written
-    when the next step begins; a new column rewrites the file.
+    when the next step begins and before a checkpoint, so that no checkpoint is ahead of the file; a new column,
+    or a number that comes after its row was written, rewrites the file.
     """
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
@@ -64,6 +65,7 @@ class CsvLogger(Logger):
         self.path = run_dir / "metrics.csv"
         self._columns = ["step"]
         self._row: dict[str, Any] = {}
+        self._written = False  # whether the row is in the file
         if self.path.exists() and rank_zero_only.rank == 0:
             rows = [row for row in self._read() if int(row["step"]) <= start_step and start_step]
             if rows and int(rows[-1]["step"]) == start_step:
@@ -86,15 +88,21 @@ class CsvLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
         if self._row and self._row["step"] != step:
-            self._write()
+            self.save()
+            self._row = {}
+        elif self._written:
+            self._rewrite(self._read()[:-1])
+        self._written = False
         self._row |= {"step": step} | {k: float(v) for k, v in metrics.items()}
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        self._write()
+        self.save()
 
-    def _write(self) -> None:
-        if not self._row:
+    @rank_zero_only
+    def save(self) -> None:
+        """Write the present step's row."""
+        if not self._row or self._written:
             return
         new = [key for key in self._row if key not in self._columns]
         if new or not self.path.exists():
@@ -103,7 +111,7 @@ class CsvLogger(Logger):
             self._rewrite(rows)
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns).writerow(self._row)
-        self._row = {}
+        self._written = True
 
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():
@@ -135,6 +143,8 @@ def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _hparam(value: Any) -> bool | float | str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
     return value if isinstance(value, bool | int | float | str) else "null" if value is None else str(value)
 
 

@@ -148,7 +148,9 @@ def _scalar_from_text(text: str, kinds: tuple[Any, ...]) -> Any:
 
 
 def _list_from_text(text: str, hint: Any) -> list[Any]:
-    if text.startswith("[") and text.endswith("]"):
+    if text.startswith("[") != text.endswith("]"):
+        raise Unreadable("a bracket is not closed")
+    if text.startswith("["):
         parts = _yaml(text, yaml.BaseLoader)  # every scalar stays text: the element's type decides
         if not isinstance(parts, list):
             raise Unreadable("not a list")

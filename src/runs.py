@@ -6,19 +6,23 @@ environment variable, which holds their parent's process id. A variable left ove
 shell has another id and is not believed.
 """
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from src.errors import UserError
 from src.files import read_yaml
 from src.options import asdict, nearest, show
 
 CONFIG_FILE = "config.yaml"
+LOCK = ".lock"
 _INHERITED = "SRC_RUN"
 _NAME_NEEDED = "give run.name=<name>: ranks that torchrun, srun or several nodes start need it in common"
 # What a continued run may change: where and how long it runs, not what is trained on which data.
@@ -112,6 +116,38 @@ def find(name_or_path: str | Path, runs_dir: str | Path = "runs") -> Path:
     names = _names(runs_dir)
     known = f"runs in {runs_dir}: {', '.join(names[-10:])}" if names else f"there are no runs in {runs_dir}"
     raise UserError(f"run={text}: no such run{nearest(text, names)} ({known})")
+
+
+@contextlib.contextmanager
+def hold(run_dir: Path) -> Iterator[None]:
+    """Be the only process that trains in a run folder; raises UserError if another one does.
+
+    The operating system gives the lock back when a process ends, however it ends.
+    """
+    if is_child():
+        yield
+        return
+    lock = FileLock(run_dir / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"run {run_dir.name!r} is being trained by another process") from None
+    try:
+        yield
+    finally:
+        (run_dir / LOCK).unlink(missing_ok=True)
+        lock.release()
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a process on this machine trains in a run folder now."""
+    if not (run_dir / LOCK).exists():
+        return False
+    try:
+        with FileLock(run_dir / LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 def checkpoint(run_dir: str | Path, which: str = "last") -> Path:

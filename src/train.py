@@ -52,6 +52,12 @@ def train(cfg: Config) -> Path:
     """One run from its options to its folder, which is returned."""
     quiet_lightning()
     run_dir = runs.create(cfg)
+    with runs.hold(run_dir):
+        return train_in(run_dir, cfg)
+
+
+def train_in(run_dir: Path, cfg: Config) -> Path:
+    """`train`, in a folder that is this process's own."""
     try:
         data = DATA.get(cfg.data.name)(cfg.data, seed=cfg.seed, micro_batch_size=cfg.trainer.micro_batch_size)
         data.prepare_data()
@@ -69,12 +75,13 @@ def train(cfg: Config) -> Path:
             check_same_data(run_dir, saved, data)
         if start_step >= cfg.trainer.max_steps:
             steps = f"{start_step} steps done, trainer.max_steps={cfg.trainer.max_steps}"
-            say(f"run {cfg.run.name} is finished: {steps}")
+            say(f"run {cfg.run.name} is finished: {steps}; a larger trainer.max_steps continues it")
             return run_dir
         trainer = build_trainer(cfg, run_dir, data, module, start_step)
     except BaseException:
         # A mistake that shows only now must not leave an empty folder behind, which would hold the name.
         if not runs.is_child():
+            (run_dir / runs.LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 run_dir.rmdir()
         raise
@@ -175,7 +182,8 @@ def resume_command(cfg: Config) -> str:
 
 def describe(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModule, start_step: int) -> None:
     model, seq_len = module.model, data.config.seq_len
-    say(f"run:   {run_dir}" + (f", continued after step {start_step}" if start_step else ""))
+    new = ", a new one: there was none of that name to continue" if cfg.resume else ""
+    say(f"run:   {run_dir}" + (f", continued after step {start_step}" if start_step else new))
     facts = data.describe()
     say("data:  " + ", ".join(f"{key} {value}" for key, value in facts.items() if "." not in key))
     for split in ("train", "val", "test"):

@@ -115,3 +115,21 @@ def test_hparams_tab_lists_runs_with_their_own_options(tmp_path):
 
 def test_flatten():
     assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "d": [2]}
+
+
+def test_a_saved_row_is_in_the_file_and_still_takes_numbers(tmp_path):
+    """A checkpoint saves the loggers first: a kill right after it loses nothing."""
+    logger = CsvLogger(tmp_path)
+    logger.log_metrics({"train/loss": 3.0}, 1)
+    logger.log_metrics({"train/loss": 2.0}, 2)
+    logger.save()
+    logger.save()
+    read = lambda: list(csv.DictReader((tmp_path / "metrics.csv").open()))  # noqa: E731
+    assert [row["train/loss"] for row in read()] == ["3.0", "2.0"]
+    logger.log_metrics({"val/loss": 5.0}, 2)
+    logger.log_metrics({"train/loss": 1.0}, 3)
+    logger.finalize("success")
+    rows = read()
+    assert [(row["step"], row["train/loss"], row["val/loss"]) for row in rows] == [
+        ("1", "3.0", ""), ("2", "2.0", "5.0"), ("3", "1.0", ""),
+    ]  # fmt: skip

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from src import runs
 from src.callbacks.preemption import Preempted, Preemption
 from src.config import Config, run_cli
 from src.data.common.tokenizer import train_bpe
@@ -159,7 +160,9 @@ def test_resuming_a_finished_run_says_so(tmp_path, capsys):
     before = (run_dir / "checkpoints" / "last.ckpt").stat().st_mtime_ns
     capsys.readouterr()
     run(tmp_path, "run.name=a", "resume=auto")
-    assert capsys.readouterr().out == "run a is finished: 6 steps done, trainer.max_steps=6\n"
+    said = capsys.readouterr().out
+    assert said.startswith("run a is finished: 6 steps done, trainer.max_steps=6; ")
+    assert said.count("\n") == 1
     assert (run_dir / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before
 
 
@@ -214,3 +217,14 @@ def test_second_interrupt_aborts_at_once(tmp_path):
     callback._handle(signal.SIGINT, None)
     with pytest.raises(Aborted):
         callback._handle(signal.SIGINT, None)
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(tmp_path):
+    folder = run(tmp_path, "run.name=a")
+    with runs.hold(folder):
+        assert runs.is_held(folder)
+        with pytest.raises(UserError, match="run 'a' is being trained by another process"):
+            run(tmp_path, "run.name=a", "resume=auto", "trainer.max_steps=9")
+    assert not runs.is_held(folder)
+    run(tmp_path, "run.name=a", "resume=auto", "trainer.max_steps=9")
+    assert not (folder / runs.LOCK).exists()

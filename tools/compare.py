@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from src import runs
 from src.errors import UserError
 from src.files import read_yaml
 
@@ -26,10 +27,10 @@ def main() -> int:
         folders = options.runs or sorted(path.parent for path in Path("runs").glob("*/metrics.csv"))
         if not folders:
             raise UserError("no run in runs/: train one, or name folders")
-        runs = {folder.name: load(folder) for folder in folders}
-        print(table(runs))
+        loaded = {folder.name: load(folder) for folder in folders}
+        print(table(loaded))
         if options.figure:
-            draw(runs, options.metric, options.figure)
+            draw(loaded, options.metric, options.figure)
             print(f"figure: {options.figure}")
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -45,6 +46,8 @@ def load(folder: Path) -> dict:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
     manifest = folder / "manifest.json"
     state = json.loads(manifest.read_text())[-1].get("state", "") if manifest.is_file() else ""
+    if state == "running" and not runs.is_held(folder):
+        state = "killed"
     return {"config": flat(read_yaml(folder / "config.yaml")), "rows": rows, "state": state}
 
 
@@ -59,32 +62,36 @@ def last(rows: list[dict], tag: str) -> float | None:
     return next((row[tag] for row in reversed(rows) if tag in row), None)
 
 
-def table(runs: dict[str, dict]) -> str:
-    tags = [tag for tag in BEST if any(last(run["rows"], tag) is not None for run in runs.values())]
-    width = max(len(name) for name in runs)
-    lines = [f"{'run':<{width}}  {'steps':>6}" + "".join(f"{tag:>19}" for tag in tags) + f"{'tokens/s':>12}"]
-    for name, run in runs.items():
+def table(loaded: dict[str, dict]) -> str:
+    tags = [tag for tag in BEST if any(last(run["rows"], tag) is not None for run in loaded.values())]
+    width = max(len(name) for name in loaded)
+    lines = [
+        f"{'run':<{width}}  {'steps':>6}{'validated':>11}" + "".join(f"{tag:>19}" for tag in tags) + f"{'tokens/s':>12}"
+    ]
+    for name, run in loaded.items():
         rows = run["rows"]
         line = f"{name:<{width}}  {int(rows[-1]['step']) if rows else 0:>6}"
+        validated = [int(row["step"]) for row in rows if any(tag in row for tag in tags)]
+        line += f"{f'at {validated[-1]}' if validated else 'never':>11}"
         for tag in tags:
             value = last(rows, tag)
             line += f"{'' if value is None else f'{value:.4f}':>19}"
         rates = sorted(row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row)
         line += f"{f'{rates[len(rates) // 2]:,.0f}' if rates else '':>12}"
         lines.append(line + ("" if run["state"] in ("", "finished") else f"  ({run['state']})"))
-    keys = sorted({key for run in runs.values() for key in run["config"]} - {"run.name", "run.dir", "resume"})
+    keys = sorted({key for run in loaded.values() for key in run["config"]} - {"run.name", "run.dir", "resume"})
     differing = []
     for key in keys:
-        values = [run["config"].get(key) for run in runs.values() if key in run["config"]]
+        values = [run["config"].get(key) for run in loaded.values() if key in run["config"]]
         # An option that only some mixers have is part of the choice of the mixer.
         if any(value != values[0] for value in values):
             differing.append(f"  {key}: " + ", ".join(dict.fromkeys(str(value) for value in values)))
-    if len(runs) > 1:
+    if len(loaded) > 1:
         lines += ["", "options that differ:" if differing else "no option differs", *differing]
     return "\n".join(lines)
 
 
-def draw(runs: dict[str, dict], metric: str, file: Path) -> None:
+def draw(loaded: dict[str, dict], metric: str, file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -92,17 +99,20 @@ def draw(runs: dict[str, dict], metric: str, file: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot(xlabel="optimizer steps", ylabel=metric)
     drawn = 0
-    for name, run in runs.items():
+    for name, run in loaded.items():
         points = [(row["step"], row[metric]) for row in run["rows"] if metric in row]
         if points:
             axes.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else "", label=name)
             drawn += 1
     if not drawn:
-        known = sorted({tag for run in runs.values() for row in run["rows"] for tag in row} - {"step"})
+        known = sorted({tag for run in loaded.values() for row in run["rows"] for tag in row} - {"step"})
         raise UserError(f"--metric {metric}: no run has it (there are {', '.join(known)})")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file, dpi=150)
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:  # no such folder; an unknown ending
+        raise UserError(f"--figure {file}: {str(error).splitlines()[0]}") from None
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 def save(trainer: Trainer, path: Path, weights_only: bool = False) -> None:
     """Save on all ranks; a process killed half-way leaves the previous file as it was."""
+    for logger in trainer.loggers:
+        logger.save()
     partial = path.with_name(path.name + ".partial")
     trainer.save_checkpoint(partial, weights_only=weights_only)
     if trainer.is_global_zero:

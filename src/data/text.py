@@ -148,9 +148,9 @@ def _in_folder(key: str, folder: Path, allowed: set[str]) -> list[Path]:
     if not files:
         kinds = Counter(path.suffix.lower() or "(none)" for path in everything).most_common(4)
         there = ", ".join(f"{n} {kind}" for kind, n in kinds) or "no file at all"
+        cure = f"data.extensions={kinds[0][0]} takes the first" if kinds else "give files or another folder"
         raise UserError(
-            f"data.{key}={folder}: no {', '.join(sorted(allowed))} file in that folder (it has {there}); "
-            "see data.extensions"
+            f"data.{key}={folder}: no {', '.join(sorted(allowed))} file in that folder (it has {there}); {cure}"
         )
     return files
 
