@@ -78,7 +78,8 @@ def test_the_real_library(tmp_path):
     """About ten seconds on two free cores, three of them for the tokenizer."""
     times = []
     for _ in range(2):
-        module = PyStdlib(PyStdlib.Config(name="pystdlib", cache_dir=str(tmp_path), seq_len=256, batch_size=16))
+        options = {"cache_dir": str(tmp_path), "seq_len": 256, "batch_size": 16, "val_rows": None}
+        module = PyStdlib(PyStdlib.Config(name="pystdlib", **options))
         start = time.perf_counter()
         module.setup("fit")
         times.append(time.perf_counter() - start)
