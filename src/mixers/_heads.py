@@ -45,8 +45,3 @@ def check_divides(key: str, value: int, whole_name: str, whole: int) -> None:
     """UserError unless `value` divides `whole`."""
     if value < 1 or whole % value:
         raise UserError(f"{key}={value}: must divide {whole_name}, which is {whole}")
-
-
-def check_conv_width(conv_width: int) -> None:
-    if conv_width < 2:
-        raise UserError(f"mixer.conv_width={conv_width}: must be at least 2")

@@ -1,7 +1,6 @@
 """Gated DeltaNet (Yang et al., 2412.06464): a memory decayed, corrected and written at every token."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +9,13 @@ from torch import Tensor, nn
 from src import ops
 from src.errors import UserError
 from src.layers import GatedRMSNorm, Linear, ShortConvolution, init_decay, l2_normalise, upcast
-from src.mixers import Mixer
-from src.mixers._heads import MAX_VALUE_DIM, check_conv_width, check_dim, check_divides, split_heads
+from src.mixers._heads import MAX_VALUE_DIM, check_dim, check_divides, split_heads
+from src.mixers._recurrent import RecurrentMixer
 from src.ops import costs
 from src.ops.state import MixerState, State
 
 
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(RecurrentMixer):
     """`S_t = exp(g_t) (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ`, `o_t = S_tᵀ q_t / sqrt(K)`.
 
     As `transformers`' `Qwen3NextGatedDeltaNet` and flash-linear-attention: q, k, v through a causal depthwise
@@ -28,7 +27,7 @@ class GatedDeltaNet(Mixer):
     """
 
     @dataclass
-    class Config(Mixer.Config):
+    class Config(RecurrentMixer.Config):
         n_heads: int | None = None
         """Heads of q and k; null: from head_dim and three quarters of d_model."""
         head_dim: int | None = None
@@ -37,25 +36,8 @@ class GatedDeltaNet(Mixer):
         """Heads of v, a multiple of n_heads: each q/k head serves as many; null: n_heads."""
         expand_v: float = 2.0
         """Width of a v head over that of a q/k head."""
-        conv_width: int = 4
-        """Taps of the short convolution."""
         conv_bias: bool = False
         """Give the convolution a bias."""
-        dt_min: float = 1e-3
-        """Smallest initial time step."""
-        dt_max: float = 0.1
-        """Largest initial time step."""
-        dt_floor: float = 1e-4
-        """Lower clamp of the initial time step."""
-        norm_eps: float = 1e-5
-        """Added to the mean square in the gated norm."""
-        backend: Literal["auto", "torch", "triton"] = "auto"
-        """Implementation of the recurrence; auto: Triton on CUDA where the operator has kernels, else PyTorch."""
-
-        def __post_init__(self) -> None:
-            check_conv_width(self.conv_width)
-            if not 0 < self.dt_min <= self.dt_max:
-                raise UserError(f"mixer.dt_min={self.dt_min}: must be above 0 and at most dt_max={self.dt_max}")
 
     config: Config
 
@@ -117,17 +99,10 @@ class GatedDeltaNet(Mixer):
         return y, MixerState({"conv": conv_state, "memory": memory}) if return_state else None
 
     def recurrence(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        **call: Tensor | State | bool | str | None,
+        self, x: Tensor, *inputs: Tensor, **call: Tensor | State | bool | str | None
     ) -> tuple[Tensor, State | None]:
-        """The operator; `x` is the mixer's input, for variants that read more from it."""
-        return ops.gated_delta_rule(q, k, v, g, beta, scale=self.head_dim**-0.5, **call)
+        """The operator on `q, k, v, g, β`; `x` is the mixer's input, for variants that read more from it."""
+        return ops.gated_delta_rule(*inputs, scale=self.head_dim**-0.5, **call)
 
     def flops_per_token(self, seq_len: int) -> float:
         return self._layer_flops() + costs.gated_delta_rule(seq_len, *self._sizes())
@@ -137,6 +112,3 @@ class GatedDeltaNet(Mixer):
 
     def _sizes(self) -> tuple[int, int, int, int]:
         return self.n_heads, self.n_v_heads, self.head_dim, self.v_head_dim
-
-    def _layer_flops(self) -> float:
-        return self.in_proj.flops_per_token() + self.conv.flops_per_token() + self.out_proj.flops_per_token()

@@ -29,16 +29,9 @@ class LogLinearGatedDeltaNet(GatedDeltaNet):
         self.level_scales = LevelScales(d_model, self.n_v_heads, ops.num_levels(max_seq_len))
 
     def recurrence(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        **call: Tensor | State | bool | str | None,
+        self, x: Tensor, *inputs: Tensor, **call: Tensor | State | bool | str | None
     ) -> tuple[Tensor, State | None]:
-        return ops.loglinear_gated_delta_rule(q, k, v, g, beta, self.level_scales(x), scale=1.0, **call)
+        return ops.loglinear_gated_delta_rule(*inputs, self.level_scales(x), scale=1.0, **call)
 
     def flops_per_token(self, seq_len: int) -> float:
         scales = self.level_scales.proj.flops_per_token()

@@ -23,15 +23,9 @@ class LogLinearMamba2(Mamba2):
         self.level_scales = LevelScales(d_model, self.n_heads, ops.num_levels(max_seq_len))
 
     def recurrence(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        **call: Tensor | State | bool | str | None,
+        self, x: Tensor, *inputs: Tensor, **call: Tensor | State | bool | str | None
     ) -> tuple[Tensor, State | None]:
-        return ops.loglinear_ssd(q, k, v, g, self.level_scales(x), **call)
+        return ops.loglinear_ssd(*inputs, self.level_scales(x), **call)
 
     def flops_per_token(self, seq_len: int) -> float:
         scales = self.level_scales.proj.flops_per_token()

@@ -1,7 +1,6 @@
 """Mamba-2 (Dao and Gu, 2405.21060): a linear recurrence with one scalar decay a head."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,20 +9,19 @@ from torch import Tensor, nn
 from src import ops
 from src.errors import UserError
 from src.layers import GatedRMSNorm, Linear, ShortConvolution, init_decay, upcast
-from src.mixers import Mixer
 from src.mixers._heads import (
     MAX_KEY_DIM,
     MAX_VALUE_DIM,
-    check_conv_width,
     check_dim,
     check_divides,
     split_heads,
 )
+from src.mixers._recurrent import RecurrentMixer
 from src.ops import costs
 from src.ops.state import MixerState, State
 
 
-class Mamba2(Mixer):
+class Mamba2(RecurrentMixer):
     """`S_t = exp(A dt_t) S_{t-1} + B_t (dt_t x_t)ᵀ`, `y_t = C_tᵀ S_t + D x_t`, then `norm(y · silu(z))`.
 
     Parameters are those of `transformers`' `Mamba2Mixer` and of mamba-ssm, by the same names: one `in_proj`
@@ -33,7 +31,7 @@ class Mamba2(Mixer):
     """
 
     @dataclass
-    class Config(Mixer.Config):
+    class Config(RecurrentMixer.Config):
         expand: int = 2
         """Inner width over d_model."""
         n_heads: int | None = None
@@ -44,27 +42,13 @@ class Mamba2(Mixer):
         """State width N of B and C, a multiple of 16 up to 256; null: d_model / 2, between 16 and 128."""
         n_groups: int = 1
         """B and C are shared by n_heads / n_groups consecutive heads."""
-        conv_width: int = 4
-        """Taps of the short convolution."""
         conv_bias: bool = True
         """Give the convolution a bias."""
-        dt_min: float = 1e-3
-        """Smallest initial time step."""
-        dt_max: float = 0.1
-        """Largest initial time step."""
-        dt_floor: float = 1e-4
-        """Lower clamp of the initial time step."""
-        norm_eps: float = 1e-5
-        """Added to the mean square in the gated norm."""
-        backend: Literal["auto", "torch", "triton"] = "auto"
-        """Implementation of the recurrence; auto: Triton on CUDA where the operator has kernels, else PyTorch."""
 
         def __post_init__(self) -> None:
-            check_conv_width(self.conv_width)
+            super().__post_init__()
             if self.expand < 1:
                 raise UserError(f"mixer.expand={self.expand}: must be at least 1")
-            if not 0 < self.dt_min <= self.dt_max:
-                raise UserError(f"mixer.dt_min={self.dt_min}: must be above 0 and at most dt_max={self.dt_max}")
 
     config: Config
 
@@ -132,16 +116,10 @@ class Mamba2(Mixer):
         return y, MixerState({"conv": conv_state, "memory": memory}) if return_state else None
 
     def recurrence(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        **call: Tensor | State | bool | str | None,
+        self, x: Tensor, *inputs: Tensor, **call: Tensor | State | bool | str | None
     ) -> tuple[Tensor, State | None]:
-        """The operator; `x` is the mixer's input, for variants that read more from it."""
-        return ops.ssd(q, k, v, g, **call)
+        """The operator on `q, k, v, g`; `x` is the mixer's input, for variants that read more from it."""
+        return ops.ssd(*inputs, **call)
 
     def flops_per_token(self, seq_len: int) -> float:
         return self._layer_flops() + costs.ssd(seq_len, *self._sizes())
@@ -151,6 +129,3 @@ class Mamba2(Mixer):
 
     def _sizes(self) -> tuple[int, int, int, int]:
         return self.n_groups, self.n_heads, self.d_state, self.head_dim
-
-    def _layer_flops(self) -> float:
-        return self.in_proj.flops_per_token() + self.conv.flops_per_token() + self.out_proj.flops_per_token()
