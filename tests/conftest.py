@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.config_folder import folder  # noqa: F401  a fixture of tests/test_config*.py
+
 # Two workers share two cores: more threads than one each only fight each other.
 torch.set_num_threads(1)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -139,10 +139,29 @@ def test_unknown_mixer() -> None:
 
 @pytest.mark.parametrize("name", ["loglinear_gdn", "loglinear_mamba2"])
 def test_far_longer_than_trained(name: str) -> None:
-    """Four times the training length: the loss is finite and does not jump where the scales run out."""
-    model = build(name, max_seq_len=32)
+    """Four times the training length: the same as a model made for it whose further scales are the last one.
+
+    Decay is slow and scales differ, so that what the far levels hold shows in the output.
+    """
+    short, long = build(name, max_seq_len=32), build(name, max_seq_len=128)
     with torch.no_grad():
-        ids = torch.randint(50, (8, 129))
-        loss = F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none").mean(0)
-    assert loss.isfinite().all()
-    assert (loss[32:].mean() - loss[:32].mean()).abs() < 0.1
+        for block in short.blocks:
+            torch.nn.init.constant_(block.mixer.A_log, -5)
+            torch.nn.init.normal_(block.mixer.level_scales.proj.weight)
+        weights = short.state_dict()
+        H, L = short.blocks[0].mixer.level_scales.L.shape
+        for key, x in weights.items():
+            if "level_scales" in key:
+                rows = x.unflatten(0, (H, L)) if key.endswith("weight") else x
+                rows = torch.cat([rows, rows[:, -1:], rows[:, -1:]], 1)
+                weights[key] = rows.flatten(0, 1) if key.endswith("weight") else rows
+        long.load_state_dict(weights)
+        ids = torch.randint(50, (8, 128))
+        logits = short(ids)
+        assert logits.isfinite().all()
+        assert torch.allclose(logits, long(ids), atol=1e-5)
+        for block in long.blocks:
+            block.mixer.level_scales.L[:, L:] = -20  # other scales there: other outputs, but only where they are used
+        changed = long(ids)
+        assert torch.allclose(logits[:, :32], changed[:, :32], atol=1e-5)
+        assert not torch.allclose(logits[:, 64:], changed[:, 64:], atol=1e-3)
