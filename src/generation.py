@@ -86,6 +86,7 @@ def generate(
     ids = torch.tensor([list(prompt)], device=device)
     start = time.perf_counter()
     logits, state = model.step(ids, None, last_only=True)
+    state = state.for_decoding(max_new_tokens)
     p = probabilities(logits[0, -1], sampling).cpu()
     timing.prompt_tokens, timing.prefill_seconds = len(prompt), time.perf_counter() - start
     timing.positions = len(prompt)

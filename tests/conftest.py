@@ -10,6 +10,10 @@ import torch
 
 from tests.config_folder import folder  # noqa: F401  a fixture of tests/test_config*.py
 
+if not torch.cuda.is_available():
+    # Before Triton is imported: its kernels then run in an interpreter, on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Two workers share two cores: more threads than one each only fight each other.
 torch.set_num_threads(1)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -78,6 +78,18 @@ def test_timing(model):
     assert timing.positions == 9 + 3
 
 
+def test_state_has_room_for_the_new_tokens(model, monkeypatch):
+    states = []
+    step = LanguageModel.step
+    monkeypatch.setattr(
+        LanguageModel, "step", lambda self, ids, state=None, **a: states.append(state) or step(self, ids, state, **a)
+    )
+    list(generate(model, [1] * 60, 70, Sampling()))
+    memory = states[1].layers[0]["memory"]  # what the first new token meets
+    assert memory.in_place
+    assert memory.max_position == 60 + 70
+
+
 def test_empty_prompt_is_refused(model):
     with pytest.raises(ValueError, match="prompt"):
         next(generate(model, [], 1, Sampling()))

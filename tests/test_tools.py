@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.training import run
 
 ROOT = Path(__file__).parents[1]
@@ -14,16 +12,6 @@ ROOT = Path(__file__).parents[1]
 def tool(name: str, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", f"tools.{name}", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.parametrize("family", ["ssd", "delta_rule"])
-def test_bench(family: str, tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
-    sizes = ["--lengths", "64", "128", "--rounds", "1", "--heads", "1", "--backward", "--device", "cpu"]
-    done = tool("bench", family, *sizes, "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    assert "loglinear" in done.stdout
-    assert file.read_text().count('"ratio"') == 4
 
 
 def test_compare_lists_what_differs(tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
 """States: what an operator, a mixer or a model remembers between two calls.
 
 All of them hold one entry a row (or packed document), may stand at different positions in different rows, and
-offer the same few methods. They are never changed in place, so that one state can be continued twice; tensors
-inside stay in the autograd graph until :meth:`State.detach`.
+offer the same few methods. They are never changed in place, so that one state can be continued twice, except
+those that :meth:`State.for_decoding` gave; tensors inside stay in the autograd graph until :meth:`State.detach`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,6 +23,8 @@ class State:
     positions: Tensor
     row_axis: ClassVar[dict[str, int]] = {}
     """Axis of the rows in each tensor field; fields that are not named have it first."""
+    in_place: bool = False
+    """Whether calls may overwrite it: see :meth:`for_decoding`."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,11 +45,11 @@ class State:
         def move(name: str, x: Tensor) -> Tensor:
             return x.to(target, dtype if x.is_floating_point() else None, non_blocking)
 
-        return self._map(move)
+        return (self.clone() if self.in_place else self)._map(move)
 
     def detach(self) -> Self:
         """Cut the autograd graph: truncated back-propagation."""
-        return self._map(lambda name, x: x.detach())
+        return self._map(lambda name, x: x.detach().clone() if self.in_place else x.detach())
 
     def clone(self) -> Self:
         return self._map(lambda name, x: x.clone())
@@ -69,6 +71,16 @@ class State:
 
         return self._map(clear)
 
+    def for_decoding(self, tokens: int) -> Self:
+        """A copy that the next calls may overwrite, with room for ``tokens`` more tokens in every row.
+
+        Single-token calls with the Triton backend then update it in place and return it, without autograd and
+        without asking the host anything, so that a CUDA graph can replay them. All other calls return a new
+        state as ever. What the other methods make of such a state may be overwritten too, and has memory of
+        its own. A kind of state that is never overwritten is returned as it is.
+        """
+        return self
+
     def _rows(self, rows: Tensor | list[int] | slice) -> Tensor:
         """Row numbers from what indexes a list: numbers, a mask or a slice, on any device."""
         device = self.positions.device
@@ -88,10 +100,14 @@ class LinearState(State):
 
     positions: Tensor
     memory: Tensor
+    in_place: bool = False
 
     @property
     def num_bytes(self) -> int:
         return self.memory.nbytes
+
+    def for_decoding(self, tokens: int) -> LinearState:
+        return replace(self._map(lambda name, x: _copy(x)), in_place=True)
 
 
 @dataclass
@@ -102,7 +118,11 @@ class LogLinearState(State):
     index announces, as of the last chunk boundary; zero where the bit is not set. ``k [N, 63, G, K]``,
     ``v [N, 63, H, V]``, ``g [N, 63, H]``, ``beta [N, 63, H]`` (delta rule only): the tokens since that boundary,
     in their own dtype, log decays not summed. ``max_position`` bounds the positions from above on the host,
-    so that ``J`` can grow without a synchronisation; on the CPU it is their maximum.
+    so that ``J`` can grow without a synchronisation; on the CPU it is their maximum. Of a state for decoding it
+    is the position up to which there is room, so that nothing on the host changes from token to token.
+
+    Where ``in_place``, ``clocks [N, H, V/16]`` (int64) has a copy of its row's position for every 16 columns of
+    a head: the programs of a kernel cannot wait for each other, so each reads and advances a clock of its own.
     """
 
     positions: Tensor
@@ -112,6 +132,8 @@ class LogLinearState(State):
     g: Tensor
     beta: Tensor | None
     max_position: int
+    in_place: bool = False
+    clocks: Tensor | None = None
 
     row_axis: ClassVar[dict[str, int]] = {"levels": 1}
 
@@ -122,6 +144,14 @@ class LogLinearState(State):
         matrices = sum(int((chunks >> j & 1).sum()) for j in range(len(self.levels)))
         per_token = sum(x[0, 0].nbytes for x in (self.k, self.v, self.g, self.beta) if x is not None)
         return tokens * per_token + matrices * (self.levels[0, 0].nbytes if len(self.levels) else 0)
+
+    def for_decoding(self, tokens: int) -> LogLinearState:
+        end = self.max_position + tokens
+        missing = max(0, (end // CHUNK_SIZE).bit_length() - len(self.levels))
+        spare = self.levels.new_zeros(missing, *self.levels.shape[1:])
+        copy = self._map(lambda name, x: torch.cat([x.detach(), spare]) if name == "levels" else _copy(x))
+        clocks = self.positions[:, None, None].repeat(1, self.v.shape[2], self.v.shape[3] // 16)
+        return replace(copy, max_position=end, in_place=True, clocks=clocks)
 
 
 @dataclass
@@ -192,6 +222,9 @@ class MixerState(State):
     def reset(self, rows: Tensor | list[int] | slice) -> MixerState:
         return self._each("reset", rows)
 
+    def for_decoding(self, tokens: int) -> MixerState:
+        return self._each("for_decoding", tokens)
+
     def _each(self, method: str, *args: Any, **kwargs: Any) -> MixerState:
         return type(self)({name: getattr(part, method)(*args, **kwargs) for name, part in self.parts.items()})
 
@@ -209,6 +242,11 @@ class ModelState(MixerState):
     @property
     def layers(self) -> list[State]:
         return list(self.parts.values())
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Memory of its own, dense, outside of the autograd graph."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 # torch.load reads plain tensors only unless told which classes are data.

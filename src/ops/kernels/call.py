@@ -1,0 +1,92 @@
+"""The scalar-decay operators on kernels: documents, states and decoding around ``ssd.py``'s two operators."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from src.ops.chunks import document_lengths, packed_chunks
+from src.ops.fenwick import CHUNK_BITS, CHUNK_LEVELS, CHUNK_SIZE
+from src.ops.kernels.ssd import ssd_forward
+from src.ops.state import LinearState, LogLinearState
+
+
+def run_ssd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scales: Tensor | None,
+    *,
+    scale: float,
+    initial_state: LinearState | LogLinearState | None,
+    return_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, LinearState | LogLinearState | None]:
+    """``ssd`` (``scales`` None) or ``loglinear_ssd``; arguments are taken as valid."""
+    if scales is None:
+        return _linear(q, k, v, g, scale, initial_state, return_state, cu_seqlens)
+    if initial_state is not None:
+        return _continued(q, k, v, g, scales, scale, initial_state, return_state, cu_seqlens)
+    T = v.shape[1]
+    capacity = max((T >> CHUNK_BITS).bit_length(), scales.shape[-1] - CHUNK_LEVELS) if return_state else -1
+    documents = None if cu_seqlens is None else documents_of(cu_seqlens)
+    o, levels = ssd_forward(q, k, v, g, scales, documents, None, scale, 0, capacity)
+    if not return_state:
+        return o, None
+    lengths = document_lengths(v, cu_seqlens)
+    raw = (_unfinished(x, cu_seqlens, lengths) for x in (k, v, g))
+    return o, LogLinearState(lengths, levels, *raw, None, max_position=T)
+
+
+def documents_of(cu_seqlens: Tensor, chunk0: Tensor | None = None) -> Tensor:
+    """``[3, N]`` int64: where documents start, their tokens, their first chunk."""
+    cu = cu_seqlens.long()
+    lengths = cu.diff()
+    return torch.stack([cu[:-1], lengths, torch.zeros_like(lengths) if chunk0 is None else chunk0])
+
+
+def _linear(q, k, v, g, scale, old, return_state, cu_seqlens):
+    documents = None if cu_seqlens is None else documents_of(cu_seqlens)
+    memory = None if old is None else old.memory
+    o, memory = ssd_forward(q, k, v, g, None, documents, memory, scale, 0, 0 if return_state else -1)
+    if not return_state:
+        return o, None
+    positions = document_lengths(v, cu_seqlens)
+    return o, LinearState(positions if old is None else old.positions + positions, memory)
+
+
+def _continued(q, k, v, g, scales, scale, old, return_state, cu_seqlens):
+    """The tokens of the state's unfinished chunk come first, so that every document begins at a chunk boundary."""
+    chunks = packed_chunks(v, cu_seqlens, old.positions, old.max_position, keep_last=return_state)
+    q, scales = chunks.gather(q), chunks.gather(scales)
+    k, v, g = (chunks.gather(x, raw) for x, raw in ((k, old.k), (v, old.v), (g, old.g)))
+    seen = chunks.seq_len if cu_seqlens is None else cu_seqlens.diff().long()
+    documents = torch.stack(
+        [chunks.first * CHUNK_SIZE, old.positions % CHUNK_SIZE + seen, old.positions >> CHUNK_BITS]
+    )
+    flat = [x.flatten(0, 1)[None] for x in (q, k, v, g, scales)]
+    most = old.max_position + chunks.seq_len
+    capacity = max((most >> CHUNK_BITS).bit_length(), scales.shape[-1] - CHUNK_LEVELS, len(old.levels))
+    roots = old.levels if len(old.levels) else None
+    o, levels = ssd_forward(
+        *flat, documents, roots, scale, old.max_position >> CHUNK_BITS, capacity if return_state else -1
+    )
+    o = chunks.scatter(o[0].unflatten(0, (-1, CHUNK_SIZE)))
+    if not return_state:
+        return o, None
+    raw = (x.index_select(0, chunks.last)[:, : CHUNK_SIZE - 1] for x in (k, v, g))
+    return o, LogLinearState(old.positions + seen, levels, *raw, None, max_position=most)
+
+
+def _unfinished(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor) -> Tensor:
+    """``[N, 63, *]``: the tokens behind each document's last chunk boundary, zeros behind them."""
+    if cu_seqlens is None:
+        rest = x[:, x.shape[1] >> CHUNK_BITS << CHUNK_BITS :]
+        return F.pad(rest, [0, 0] * (x.ndim - 2) + [0, CHUNK_SIZE - 1 - rest.shape[1]])
+    slot = torch.arange(CHUNK_SIZE - 1, device=x.device)
+    token = (cu_seqlens[:-1].long() + (lengths >> CHUNK_BITS << CHUNK_BITS))[:, None] + slot
+    there = token < cu_seqlens.long()[1:, None]
+    taken = x[0].index_select(0, token.clamp(max=x.shape[1] - 1).flatten()).unflatten(0, token.shape)
+    return torch.where(there.view(*there.shape, *[1] * (x.ndim - 2)), taken, 0)

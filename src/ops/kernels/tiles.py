@@ -1,0 +1,90 @@
+"""Where a program's tokens are: what all kernels share.
+
+A *tile* is ``R = C << P`` tokens of one document, aligned to the document's absolute positions; a *block* is
+the ``C`` of them that stand in registers at once. Tiles of all documents are numbered through. Without packing
+a document is a row, and everything follows from the tile's number; with it, three numbers a document say where
+it starts in the list of tokens, how many it has, and the absolute index of its first chunk of 64 (a sequence
+that is continued does not begin at 0).
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK: tl.constexpr = tl.constexpr(64)
+
+
+@triton.jit
+def document_at(n, documents, first, N, T, tiles_a_row, PACKED: tl.constexpr):
+    """Of document ``n``: its first token, its tokens, its first chunk, its first tile."""
+    if PACKED:
+        start = tl.load(documents + n)
+        length = tl.load(documents + N + n).to(tl.int32)
+        chunk0 = tl.load(documents + 2 * N + n).to(tl.int32)
+        before = tl.load(first + n)
+    else:
+        start = n.to(tl.int64) * T
+        length = T
+        chunk0 = n * 0
+        before = n * tiles_a_row
+    return start, length, chunk0, before
+
+
+@triton.jit
+def document_of(tile, first, N, tiles_a_row, PACKED: tl.constexpr):
+    """The document that a tile belongs to: the last one that begins at it or before."""
+    if PACKED:
+        low = tile * 0
+        high = low + N
+        while high - low > 1:
+            middle = (low + high) // 2
+            begun = tl.load(first + middle) <= tile
+            low = tl.where(begun, middle, low)
+            high = tl.where(begun, high, middle)
+    else:
+        low = tile // tiles_a_row
+    return low
+
+
+@triton.jit
+def trailing_ones(A):
+    """Level of the group that ends with tile ``A``."""
+    z = A * 0
+    while ((A >> z) & 1) == 1:
+        z += 1
+    return z
+
+
+@triton.jit
+def reads(A, tile0):
+    """How many groups tile ``A`` reads, of those that end in this call: set bits whose groups end behind ``tile0``."""
+    count = A * 0
+    rest = A
+    while rest > tile0:
+        count += 1
+        rest = rest & (rest - 1)
+    return count
+
+
+@triton.jit
+def bit_of(power):
+    """``j`` of ``2**j``."""
+    return (tl.log2(power.to(tl.float32)) + 0.5).to(tl.int32)
+
+
+@triton.jit
+def bit_length(x):
+    n = x * 0
+    while (x >> n) > 0:
+        n += 1
+    return n
+
+
+@triton.jit
+def decay(x):
+    """``exp`` of a difference of sums of log decays: never above 1, whatever rounding made of the difference."""
+    return tl.exp(tl.minimum(x, 0.0))
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, b, input_precision=PRECISION)
