@@ -20,13 +20,12 @@ def output(
     q, k, v, cums, columns, nodes, spans, since, roots, o,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, J, JR,
     scale, blocks, block0, heads_a_block,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
-    BITS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, NODES: tl.constexpr, ROOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a block of ``C = 2**BITS`` tokens, some heads of a group, and a block of values."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    R: tl.constexpr = C << P
+    C: tl.constexpr = 1 << BITS
     SP: tl.constexpr = BITS + P - 6  # chunks of a tile, as a power of two
     pid = tl.program_id(0)
     part = pid % NV

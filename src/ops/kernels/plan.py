@@ -33,9 +33,15 @@ class Plan:
     def tile(self) -> int:
         return CHUNK_SIZE << self.pair
 
-    def warps(self, rows: int) -> int:
-        """Of a program with so many rows of a product."""
-        return 8 if rows > 64 or self.key_block > 128 else 4
+    @property
+    def chunk_warps(self) -> int:
+        """Of a program whose products have 64 rows: they cannot be shared among more without being repeated."""
+        return 8 if self.key_block > 128 else 4
+
+    @property
+    def state_warps(self) -> int:
+        """Of a program that has a state in registers."""
+        return 8 if self.key_block > 128 else 4
 
 
 def plan_for(dtype: torch.dtype, K: int, V: int) -> Plan:
@@ -62,9 +68,6 @@ class Layout:
     @property
     def tokens(self) -> int:
         return self.rows * self.seq_len
-
-    def __getitem__(self, name: str) -> object:
-        return getattr(self, name)
 
 
 def layout_for(x: Tensor, documents: Tensor | None, max_chunk: int, plan: Plan) -> Layout:

@@ -10,8 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from src.ops.fenwick import CHUNK_LEVELS
-from src.ops.kernels import between, forward, states, within
+from src.ops.fenwick import CHUNK_BITS
+from src.ops.kernels import adjoints, between, forward, states, within
+from src.ops.kernels.launch import launch
 from src.ops.kernels.plan import Layout, Plan, heads_a_block, layout_for, plan_for
 
 SWEEP_BLOCK = 1024
@@ -22,23 +23,35 @@ SCRATCH_BYTES = 512 << 20
 
 
 class Call:
-    """Sizes and scratch that the kernels of one call share."""
+    """Sizes of one call, and what all its kernels are given."""
 
-    def __init__(self, k, v, scales, documents, scale, max_chunk) -> None:
-        self.K, self.V = k.shape[-1], v.shape[-1]
-        self.G, self.H = k.shape[2], v.shape[2]
+    def __init__(self, tensors: dict[str, Tensor | None], documents: Tensor | None, scale: float, max_chunk: int):
+        k, v, scales = tensors["k"], tensors["v"], tensors["scales"]
+        self.K, self.V, self.G, self.H = k.shape[3], v.shape[3], k.shape[2], v.shape[2]
+        self.dtype, self.device = v.dtype, v.device
         self.plan: Plan = plan_for(v.dtype, self.K, self.V)
         self.layout: Layout = layout_for(v, documents, max_chunk, self.plan)
         self.loglinear = scales is not None
         self.L = scales.shape[-1] if self.loglinear else 1
-        self.scale = scale
-        self.device, self.dtype = v.device, v.dtype
-        self.per_group = self.H // self.G
-        self.value_blocks = triton.cdiv(self.V, self.plan.value_block)
         self.J = self.layout.tree_levels + 1
-        tiles = self.layout.tiles
-        self.block_heads = heads_a_block(self.per_group, tiles * self.G)
+        self.value_blocks = -(-self.V // self.plan.value_block)
+        per_group = self.H // self.G
+        self.block_heads = heads_a_block(per_group, self.layout.tiles * self.G)
         self.blocks = self.H // self.block_heads
+        at, plan = self.layout, self.plan
+        size = self.K * self.V
+        self.given = {
+            **tensors,
+            "documents": at.documents, "first": at.first, "PACKED": at.documents is not None,
+            "N": at.count, "T": at.seq_len, "tiles_a_row": at.tiles_a_row, "tiles": at.tiles, "tokens": at.tokens,
+            "H": self.H, "per_group": per_group, "heads_a_block": self.block_heads, "L": self.L, "J": self.J,
+            "scale": scale, "parts": self.value_blocks, "width": triton.next_power_of_2(at.tiles_a_row),
+            "K": self.K, "V": self.V, "BK": plan.key_block, "BV": plan.value_block,
+            "BL": max(2, triton.next_power_of_2(self.L)), "SIZE": size, "BLOCK": min(SWEEP_BLOCK, size & -size),
+            "P": plan.pair, "BITS": CHUNK_BITS, "R": plan.tile, "TILE_BITS": plan.tile_bits,
+            "PARTS": 1 if self.loglinear else self.value_blocks, "WIDTH": 32,
+            "LOGLINEAR": self.loglinear, "PRECISION": plan.precision,
+        }  # fmt: skip
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -46,182 +59,116 @@ class Call:
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
-    def where(self, *, tiles: bool = True) -> dict:
-        """The arguments that say where tokens are."""
-        at = self.layout
-        given = {
-            "documents": at.documents,
-            "first": at.first,
-            "N": at.count,
-            "T": at.seq_len,
-            "tiles_a_row": at.tiles_a_row,
-            "PACKED": at.documents is not None,
-        }
-        return {**given, "tiles": at.tiles} if tiles else given
-
-    def dims(self) -> dict:
-        return {"K": self.K, "V": self.V, "BK": self.plan.key_block, "BV": self.plan.value_block}
-
 
 class Pass:
-    """Some blocks of heads of a call, with the scratch that they need: gates, level scales, states."""
+    """Some blocks of heads of a call, with the scratch that they need: gates, level scales, states.
 
-    def __init__(self, call: Call, block0: int, blocks: int, more: bool) -> None:
-        self.call, self.block0, self.blocks, self.more = call, block0, blocks, more
-        self.heads = blocks * call.block_heads
-        self.head0 = block0 * call.block_heads
+    ``more``: whether there is anything outside a token's tile. ``roots``: states before the call.
+    """
+
+    def __init__(self, call: Call, block0: int, blocks: int, more: bool, roots: Tensor | None) -> None:
+        self.call, self.more, self.roots = call, more, roots
+        self.heads, self.blocks = blocks * call.block_heads, blocks
         tiles, tokens = call.layout.tiles, call.layout.tokens
-        self.cums = call.new(self.heads, tokens)
-        self.columns = None
-        self.totals = call.new(self.heads, tiles)
-        self.nodes = call.new(self.heads, tiles, call.K * call.V, dtype=call.dtype) if more else None
-        self.spans = call.new(self.heads, call.J, tiles) if more and call.loglinear else None
-        self.since = call.new(self.heads, tiles) if more and call.loglinear else None
+        loglinear = call.loglinear
+        scales = call.given["scales"]
+        self.given = {
+            **call.given,
+            "heads": self.heads, "head0": block0 * call.block_heads, "blocks": blocks, "block0": block0,
+            "cums": call.new(self.heads, tokens),
+            "totals": call.new(self.heads, tiles),
+            "columns": call.new(self.heads, call.L, tokens, dtype=scales.dtype) if loglinear else None,
+            "nodes": call.new(self.heads, tiles, call.K * call.V, dtype=call.dtype) if more else None,
+            "spans": call.new(self.heads, call.J, tiles) if more and loglinear else None,
+            "since": call.new(self.heads, tiles) if more and loglinear else None,
+            "roots": roots if loglinear else None, "JR": len(roots) if roots is not None and loglinear else 0,
+            "LEAVES": more, "NODES": more, "MORE": more, "ROOTS": roots is not None and loglinear,
+        }  # fmt: skip
 
-    def heads_args(self) -> dict:
-        return {"heads": self.heads, "head0": self.head0, "H": self.call.H}
+    def run(self, kernel, programs: int, *, warps: int = 4, stages: int = 2, **arguments) -> None:
+        launch(kernel, programs, {**self.given, **arguments}, warps=warps, stages=stages)
 
-    def block_args(self) -> dict:
-        return {
-            "scale": self.call.scale,
-            "blocks": self.blocks,
-            "block0": self.block0,
-            "heads_a_block": self.call.block_heads,
-        }
-
-    def prepare(self, k, v, g, scales, initial, levels) -> None:
+    def prepare(self, levels: Tensor | None) -> None:
         """Up to the states that tiles read; ``levels`` (None: not wanted) takes those that live at the end."""
-        c, at = self.call, self.call.layout
-        half = levels is not None and c.loglinear and c.plan.pair == 1
-        if c.loglinear:
-            self.columns = c.new(self.heads, c.L, at.tokens, dtype=scales.dtype)
-        NV = c.value_blocks if self.more else 1
-        states.prepare[(at.tiles * self.heads * NV,)](
-            k, v, g, scales, self.cums, self.columns, self.nodes, self.totals, levels if half else None,
-            **c.where(), **self.heads_args(), tokens=at.tokens, per_group=c.per_group, L=c.L,
-            K=c.K, V=c.V, BK=c.plan.key_block, BV=c.plan.value_block if self.more else triton.next_power_of_2(c.V),
-            BL=max(2, triton.next_power_of_2(c.L)), P=c.plan.pair,
-            LOGLINEAR=c.loglinear, LEAVES=self.more, HALF=half, PRECISION=c.plan.precision, num_warps=4,
-        )  # fmt: skip
+        call, given = self.call, self.given
+        state = {"levels": levels, "STATE": levels is not None}
+        half = levels is not None and call.loglinear and call.plan.pair == 1
+        parts = call.value_blocks if self.more else 1
+        BV = given["BV"] if self.more else triton.next_power_of_2(call.V)
+        half = {"half": levels if half else None, "HALF": half}
+        self.run(states.prepare, call.layout.tiles * self.heads * parts, leaves=given["nodes"], BV=BV, **half)
         if not self.more:
             return
-        size = c.K * c.V
-        block = min(SWEEP_BLOCK, size & -size)
-        programs = at.count * self.heads * (size // block)
-        if not c.loglinear:
-            self.scan(self.nodes, initial, levels, reverse=False)
+        if not call.loglinear:
+            self.scan(given["nodes"], self.roots, levels, reverse=False)
             return
-        stack = c.new(at.count, self.heads, c.J, size)
-        kept = c.new(programs, c.J)
-        states.sweep[(programs,)](
-            self.nodes, self.totals, self.spans, self.since, stack, kept, levels, self.cums,
-            **c.where(), **self.heads_args(), tokens=at.tokens, J=c.J,
-            SIZE=size, BLOCK=block, P=c.plan.pair, STATE=levels is not None, num_warps=4,
-        )  # fmt: skip
-        if initial is not None and levels is not None:
-            states.keep_roots[(programs,)](
-                self.totals, initial, levels, self.cums,
-                **c.where(), **self.heads_args(), tokens=at.tokens,
-                SIZE=size, BLOCK=block, P=c.plan.pair, num_warps=4,
-            )  # fmt: skip
+        programs = self._sweep_programs()
+        size = call.K * call.V
+        scratch = {"stack": call.new(call.layout.count, self.heads, call.J + 2, size), "kept": call.new(programs, call.J + 2)}
+        self.run(states.sweep, programs, **scratch, **state)
+        if self.roots is not None and levels is not None:
+            self.run(states.keep_roots, programs, levels=levels)
 
-    def scan(self, nodes, initial, final, *, reverse: bool) -> None:
-        c = self.call
-        size = c.K * c.V
-        block = min(SWEEP_BLOCK, size & -size)
-        states.scan[(c.layout.count * self.heads * (size // block),)](
-            nodes, self.totals, initial, final,
-            **c.where(), **self.heads_args(), SIZE=size, BLOCK=block,
-            INITIAL=initial is not None, FINAL=final is not None, REVERSE=reverse, TILE=c.plan.tile, num_warps=4,
-        )  # fmt: skip
+    def scan(self, nodes: Tensor, initial: Tensor | None, final: Tensor | None, *, reverse: bool) -> None:
+        ends = {"initial": initial, "INITIAL": initial is not None, "final": final, "FINAL": final is not None}
+        self.run(states.scan, self._sweep_programs(), nodes=nodes, **ends, REVERSE=reverse)
 
-    def output(self, q, k, v, roots, o) -> None:
-        c, at = self.call, self.call.layout
-        JR = roots.shape[0] if roots is not None else 0
-        forward.output[((at.tiles << c.plan.pair) * self.blocks * c.value_blocks,)](
-            q, k, v, self.cums, self.columns, self.nodes, self.spans, self.since, roots, o,
-            **c.where(), **self.heads_args(), tokens=at.tokens, per_group=c.per_group, L=c.L, J=c.J, JR=JR,
-            **self.block_args(), **c.dims(), C=64, P=c.plan.pair, BITS=6,
-            LOGLINEAR=c.loglinear, NODES=self.more, ROOTS=roots is not None, PRECISION=c.plan.precision,
-            num_warps=c.plan.warps(64),
-        )  # fmt: skip
+    def _sweep_programs(self) -> int:
+        return self.call.layout.count * self.heads * (self.given["SIZE"] // self.given["BLOCK"])
 
-    def backward(self, q, k, v, do, roots, dlevels, out) -> None:
-        """Into ``out``: dq, dk, dv, dg, dscales, droots."""
-        c, at, plan = self.call, self.call.layout, self.call.plan
-        tokens, tiles, more, NV = at.tokens, at.tiles, self.more, c.value_blocks
-        dq, dk, dv, dg, dscales, droots = out
-        place, heads, block = c.where(), self.heads_args(), self.block_args()
-        common = {"LOGLINEAR": c.loglinear, "PRECISION": plan.precision}
-        sizes = {"tokens": tokens, "per_group": c.per_group, "L": c.L}
-        tile = {"R": plan.tile, "BITS": plan.tile_bits}
-        loglinear_roots = roots is not None and c.loglinear
-        dcolumns = c.zeros(self.heads, c.L + 1, tokens) if c.loglinear else None
-        gates = c.new(4, self.heads, tokens)
-        crossing = c.new(self.heads, tiles, NV) if more else None
-        passing = crossing
-        if more:
-            crossed = c.new(self.heads, c.J, tiles) if c.loglinear else None
-            root_crossed = c.new(self.heads, tiles) if loglinear_roots else None
-            root_crossing = None
-            E = c.new(self.heads, tiles, c.K * c.V, dtype=c.dtype)
-            width = triton.next_power_of_2(at.tiles_a_row)
-            places = tiles if at.documents is not None else at.count * width
-            between.adjoint[(places * self.heads * NV,)](
-                q, do, self.cums, self.columns, self.totals, self.spans, self.nodes, dlevels, E, crossing,
-                **place, **heads, **sizes, J=c.J, scale=c.scale, width=width, **c.dims(), **tile,
-                STATE=dlevels is not None, **common, num_warps=plan.warps(plan.key_block),
-            )  # fmt: skip
-            if not c.loglinear:
-                self.scan(E, dlevels, droots, reverse=True)
-            elif loglinear_roots:
-                JR = roots.shape[0]
-                root_crossing = c.new(JR, at.count, self.heads, NV)
-                between.root_adjoint[(JR * at.count * self.heads * NV,)](
-                    q, do, self.cums, self.columns, self.since, self.totals, roots, dlevels, droots, root_crossing,
-                    **place, **heads, **sizes, scale=c.scale, **c.dims(), **tile,
-                    STATE=dlevels is not None, PRECISION=plan.precision, num_warps=plan.warps(plan.key_block),
-                )  # fmt: skip
-            between.rows[(tiles * self.blocks,)](
-                q, do, self.cums, self.columns, self.nodes, self.spans, self.since, roots, dq, dcolumns,
-                gates[2], crossed, root_crossed,
-                **place, **heads, **sizes, J=c.J, **block, **c.dims(), **tile,
-                ROOTS=loglinear_roots, **common, num_warps=8,
-            )  # fmt: skip
-            half = dlevels is not None and c.loglinear and plan.pair == 1
-            between.columns_back[(tiles * self.blocks,)](
-                k, v, self.cums, self.totals, self.spans, self.nodes, E, dlevels if half else None, dv, dk,
-                gates[3], crossing,
-                **place, **heads, tokens=tokens, per_group=c.per_group, J=c.J,
-                blocks=self.blocks, block0=self.block0, heads_a_block=c.block_heads,
-                **c.dims(), **tile, HALF=half, **common, num_warps=8,
-            )  # fmt: skip
-            if c.loglinear:
-                passing = c.new(self.heads, tiles)
-                between.carry[(at.count * self.heads,)](
-                    crossing, crossed, root_crossing, root_crossed, passing,
-                    **place, heads=self.heads, J=c.J, JR=roots.shape[0] if loglinear_roots else 0, parts=NV,
-                    BITS=plan.tile_bits, WIDTH=32, ROOTS=loglinear_roots, STATE=dlevels is not None, num_warps=1,
-                )  # fmt: skip
-        grid = ((tiles << plan.pair) * self.blocks,)
-        block_shape = {"C": 64, "P": plan.pair, "BITS": 6, "MORE": more}
-        args = {**c.where(tiles=False), "head0": self.head0, "H": c.H, **sizes, **block, **c.dims(), **block_shape}
-        within.inside_rows[grid](
-            q, k, v, do, self.cums, self.columns, dq, dcolumns, gates[0], **args, **common, num_warps=8
-        )
-        within.inside_columns[grid](
-            q, k, v, do, self.cums, self.columns, dk, dv, gates[1], **args, **common, num_warps=8
-        )
-        within.finish[(tiles * self.heads,)](
-            dcolumns, gates, passing, dg, dscales,
-            **place, **heads, tokens=tokens, L=c.L, **tile, BL=max(2, triton.next_power_of_2(c.L)),
-            PARTS=1 if c.loglinear else NV, LOGLINEAR=c.loglinear, MORE=more, num_warps=4,
-        )  # fmt: skip
+    def output(self, o: Tensor) -> None:
+        call = self.call
+        programs = (call.layout.tiles << call.plan.pair) * self.blocks * call.value_blocks
+        self.run(forward.output, programs, o=o, warps=call.plan.chunk_warps)
+
+    def backward(self, do: Tensor, dlevels: Tensor | None, out: dict[str, Tensor | None]) -> None:
+        """Into ``out``: dq, dk (sums over some heads), dv, dg, dscales, droots."""
+        call, plan, tiles = self.call, self.call.plan, self.call.layout.tiles
+        dcolumns = call.zeros(self.heads, call.L + 3, call.layout.tokens) if call.loglinear else None
+        gates = call.new(6, self.heads, call.layout.tokens)
+        self.given |= {**out, "do": do, "dlevels": dlevels, "STATE": dlevels is not None, "dcolumns": dcolumns, "gates": gates}
+        passing = self.between(gates) if self.more else None
+        if plan.pair:
+            self.run(within.pairs, tiles * self.blocks)
+        self.run(within.inside, (tiles << plan.pair) * self.blocks, MORE=self.more or plan.pair == 1, stages=1)
+        self.run(within.finish, tiles * self.heads, passing=passing)
+
+    def between(self, gates: Tensor) -> Tensor:
+        """What passes from tile to tile; returns the gates' gradient over whole tiles."""
+        call, plan, layout, given = self.call, self.call.plan, self.call.layout, self.given
+        tiles, parts = layout.tiles, call.value_blocks
+        crossing = call.new(self.heads, tiles, parts)
+        E = call.new(self.heads, tiles, call.K * call.V, dtype=call.dtype)
+        given |= {"E": E, "crossing": crossing, "root_crossing": None, "root_crossed": None, "crossed": None}
+        places = tiles if layout.documents is not None else layout.count * given["width"]
+        self.run(adjoints.adjoint, places * self.heads * parts, warps=plan.state_warps)
+        if not call.loglinear:
+            self.scan(E, given["dlevels"], given["droots"], reverse=True)
+        else:
+            given["crossed"] = call.new(self.heads, call.J, tiles)
+            if given["ROOTS"]:
+                roots = given["JR"] * layout.count * self.heads
+                given["root_crossing"] = call.new(roots, parts)
+                given["root_crossed"] = call.new(self.heads, tiles)
+                self.run(adjoints.root_adjoint, roots * parts, warps=plan.state_warps)
+        self.run(between.rows, tiles * self.blocks, row_gates=gates[4], warps=8)
+        half = given["STATE"] and call.loglinear and plan.pair == 1
+        half = {"dhalf": given["dlevels"] if half else None, "HALF": half}
+        self.run(between.columns_back, tiles * self.blocks, column_gates=gates[5], **half, warps=8)
+        if not call.loglinear:
+            return crossing
+        passing = call.new(self.heads, tiles)
+        self.run(adjoints.carry, layout.count * self.heads, passing=passing, warps=1)
+        return passing
 
 
 def has_more(call: Call, roots: Tensor | None, state: bool) -> bool:
     """Whether states are needed at all: a sequence that fits into a tile has none."""
     return state or roots is not None or call.layout.seq_len > call.plan.tile
+
+
+def _dense(**tensors: Tensor | None) -> dict[str, Tensor | None]:
+    return {name: None if x is None else x.contiguous() for name, x in tensors.items()}
 
 
 @torch.library.custom_op("loglinear::ssd_forward", mutates_args=())
@@ -243,18 +190,18 @@ def ssd_forward(
     ``documents [3, N]`` (None: rows): where each starts in the list of tokens, its tokens, its first chunk.
     ``roots``: the states before, in the same layout as the new ones.
     """
-    q, k, v, g = (x.contiguous() for x in (q, k, v, g))
-    scales = None if scales is None else scales.contiguous()
-    roots = None if roots is None else roots.contiguous()
-    call = Call(k, v, scales, documents, scale, max_chunk)
+    given = _dense(q=q, k=k, v=v, g=g, scales=scales)
+    (roots,) = _dense(roots=roots).values()
+    call = Call(given, documents, scale, max_chunk)
     levels = None
     if state_levels >= 0:
         shape = (call.layout.count, call.H, call.K, call.V)
         levels = call.zeros(state_levels, *shape) if call.loglinear else call.new(*shape)
-    o = torch.empty_like(v)
-    one = Pass(call, 0, call.blocks, has_more(call, roots, levels is not None))
-    one.prepare(k, v, g, scales, roots, levels)
-    one.output(q, k, v, roots if call.loglinear else None, o)
+    o = torch.empty_like(given["v"])
+    with torch.cuda.device_of(v):
+        one = Pass(call, 0, call.blocks, has_more(call, roots, levels is not None), roots)
+        one.prepare(levels)
+        one.output(o)
     return o, o.new_empty(0, dtype=torch.float32) if levels is None else levels
 
 
@@ -284,23 +231,26 @@ def ssd_backward(
     max_chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, scales and roots (empty where there are none)."""
-    q, k, v, g, do = (x.contiguous() for x in (q, k, v, g, do))
-    scales = None if scales is None else scales.contiguous()
-    roots = None if roots is None else roots.contiguous()
-    dlevels = None if dlevels is None else dlevels.contiguous()
-    call = Call(k, v, scales, documents, scale, max_chunk)
+    given = _dense(q=q, k=k, v=v, g=g, scales=scales)
+    do, dlevels, roots = _dense(do=do, dlevels=dlevels, roots=roots).values()
+    call = Call(given, documents, scale, max_chunk)
     more = has_more(call, roots, dlevels is not None)
-    parts = call.per_group // call.block_heads
-    dq, dk = (call.new(parts, *k.shape) for _ in range(2))
-    dv, dg = torch.empty_like(v), torch.empty_like(g)
-    dscales = call.new(0) if scales is None else torch.empty_like(scales)
-    droots = call.new(0) if roots is None else torch.zeros_like(roots)
-    out = (dq, dk, dv, dg, dscales, droots if roots is not None else None)
-    for block0, blocks in passes(call, more):
-        part = Pass(call, block0, blocks, more)
-        part.prepare(k, v, g, scales, roots, None)
-        part.backward(q, k, v, do, roots, dlevels, out)
-    return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, dg, dscales, droots
+    sums = call.given["per_group"] // call.block_heads
+    out = {
+        "dq": call.new(sums, *q.shape),
+        "dk": call.new(sums, *k.shape),
+        "dv": torch.empty_like(given["v"]),
+        "dg": torch.empty_like(given["g"]),
+        "dscales": None if scales is None else torch.empty_like(given["scales"]),
+        "droots": None if roots is None else torch.zeros_like(roots),
+    }
+    with torch.cuda.device_of(v):
+        for block0, blocks in passes(call, more):
+            part = Pass(call, block0, blocks, more, roots)
+            part.prepare(None)
+            part.backward(do, dlevels, out)
+    out["dq"], out["dk"] = out["dq"].sum(0).to(q.dtype), out["dk"].sum(0).to(k.dtype)
+    return tuple(call.new(0) if x is None else x for x in out.values())
 
 
 @ssd_backward.register_fake
@@ -314,8 +264,8 @@ def passes(call: Call, more: bool) -> list[tuple[int, int]]:
     """First block and number of blocks of heads of each pass, so that scratch stays in bounds."""
     tokens, tiles = call.layout.tokens, call.layout.tiles
     item = call.dtype.itemsize
-    a_head = 4 * tokens * (2 * call.L + 7) + (2 * tiles * call.K * call.V * item if more else 0)
-    count = max(1, min(call.blocks, round(a_head * call.H / SCRATCH_BYTES)))
+    a_head = 4 * tokens * (2 * call.L + 10) + (2 * tiles * call.K * call.V * item if more else 0)
+    count = max(1, min(call.blocks, -(-a_head * call.H // SCRATCH_BYTES)))
     edges = [i * call.blocks // count for i in range(count + 1)]
     return [(a, b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 

@@ -107,6 +107,14 @@ def prepare(
         )
 
 
+@triton.jit
+def _leaf(nodes, totals, slots, i, count, at, SIZE: tl.constexpr):
+    """State and log decay of tile ``i`` of a document; zeros where there is none."""
+    here = (i >= 0) & (i < count)
+    node = tl.load(nodes + (slots + i) * SIZE + at, mask=here, other=0.0).to(tl.float32)
+    return node, tl.load(totals + slots + i, mask=here, other=0.0)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def sweep(
     nodes, totals, spans, since, stack, kept, levels, cums,
@@ -136,26 +144,47 @@ def sweep(
     own_span = kept + pid.to(tl.int64) * J
     spans += local_head.to(tl.int64) * J * tiles + before
     run = 0.0
-    for i in range(whole):
-        A = tile0 + i
-        span = tl.load(totals + slots + i)
-        node = tl.load(nodes + (slots + i) * SIZE + at).to(tl.float32)
+    # Four tiles at a time, so that their loads travel together; aligned, so that their tree is known.
+    for i in range(-(tile0 & 3), whole, 4):
+        node0, span0 = _leaf(nodes, totals, slots, i, whole, at, SIZE)
+        node1, span1 = _leaf(nodes, totals, slots, i + 1, whole, at, SIZE)
+        node2, span2 = _leaf(nodes, totals, slots, i + 2, whole, at, SIZE)
+        node3, span3 = _leaf(nodes, totals, slots, i + 3, whole, at, SIZE)
+        pair = tl.exp(span1) * node0 + node1
+        span = span2 + span3
+        four = tl.exp(span) * pair + tl.exp(span3) * node2 + node3
         if part == 0:
-            tl.store(since + slots + i, run)
-        run += span
-        j = 0
-        while ((A >> j) & 1) == 1:
+            for u in tl.static_range(4):
+                here = (i + u >= 0) & (i + u < whole)
+                own_total = span0 if u == 0 else span1 if u == 1 else span2 if u == 2 else span3
+                tl.store(since + slots + i + u, run, mask=here)
+                tl.store(spans + i + u, own_total, mask=here)
+                run += own_total
+            tl.store(spans + tiles + i + 1, span0 + span1, mask=(i + 1 >= 0) & (i + 1 < whole))
+            tl.store(spans + tiles + i + 3, span, mask=i + 3 < whole)
+        if STATE:
+            tl.store(own_span, tl.where(i + 2 < whole, span2, span0))
+            tl.store(own, tl.where(i + 2 < whole, node2, node0))
+            tl.store(own_span + 1, span0 + span1)
+            tl.store(own + SIZE, pair)
+        if (i + 1 >= 0) & (i + 1 < whole):
+            tl.store(nodes + (slots + i + 1) * SIZE + at, pair.to(nodes.dtype.element_ty))
+        last = i + 3
+        if last < whole:
+            span += span0 + span1
+            j = 2
+            while (((tile0 + last) >> j) & 1) == 1:
+                if part == 0:
+                    tl.store(spans + j * tiles + last, span)
+                if last >= (1 << j):  # else the left child is of an earlier call
+                    four += tl.exp(span) * tl.load(own + j * SIZE)
+                    span += tl.load(own_span + j)
+                j += 1
             if part == 0:
-                tl.store(spans + j * tiles + i, span)
-            if i >= (1 << j):  # else the left child is of an earlier call
-                node += tl.exp(span) * tl.load(own + j * SIZE)
-                span += tl.load(own_span + j)
-            j += 1
-        if part == 0:
-            tl.store(spans + j * tiles + i, span)
-        tl.store(own_span + j, span)
-        tl.store(own + j * SIZE, node)
-        tl.store(nodes + (slots + i) * SIZE + at, node.to(nodes.dtype.element_ty))
+                tl.store(spans + j * tiles + last, span)
+            tl.store(own_span + j, span)
+            tl.store(own + j * SIZE, four)
+            tl.store(nodes + (slots + last) * SIZE + at, four.to(nodes.dtype.element_ty))
         tl.debug_barrier()
     if part == 0 and (whole << (6 + P)) < length + ((chunk0 - (tile0 << P)) * 64):
         tl.store(since + slots + whole, run)
@@ -187,7 +216,7 @@ def scan(
     nodes, totals, initial, final,
     documents, first, N, T, tiles_a_row, tiles, heads, head0, H,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, REVERSE: tl.constexpr, TILE: tl.constexpr,
+    PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, REVERSE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Linear form, one program a document, head and BLOCK elements: leaves become states before their tiles.
 
@@ -200,21 +229,31 @@ def scan(
     local_head = (pid // PARTS) % heads
     n = pid // (PARTS * heads)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    count = (length + TILE - 1) // TILE
+    count = (length + R - 1) // R
     at = part * BLOCK + tl.arange(0, BLOCK)
     slots = local_head.to(tl.int64) * tiles + before
     row = (n.to(tl.int64) * H + head0 + local_head) * SIZE + at
     state = tl.zeros([BLOCK], tl.float32)
     if INITIAL:
         state = tl.load(initial + row).to(tl.float32)
-    for i in range(count):
-        slot = slots + i
+    for i in range(0, count, 4):
+        # Four at a time, so that their loads travel together.
+        step = 1
         if REVERSE:
-            slot = slots + count - 1 - i
-        own = tl.load(nodes + slot * SIZE + at).to(tl.float32)
-        span = tl.load(totals + slot)
-        tl.store(nodes + slot * SIZE + at, state.to(nodes.dtype.element_ty))
-        state = state * tl.exp(span) + own
+            step = -1
+        begin = i
+        if REVERSE:
+            begin = count - 1 - i
+        node0, span0 = _leaf(nodes, totals, slots, begin, count, at, SIZE)
+        node1, span1 = _leaf(nodes, totals, slots, begin + step, count, at, SIZE)
+        node2, span2 = _leaf(nodes, totals, slots, begin + 2 * step, count, at, SIZE)
+        node3, span3 = _leaf(nodes, totals, slots, begin + 3 * step, count, at, SIZE)
+        for u in tl.static_range(4):
+            node = node0 if u == 0 else node1 if u == 1 else node2 if u == 2 else node3
+            span = span0 if u == 0 else span1 if u == 1 else span2 if u == 2 else span3
+            if i + u < count:
+                tl.store(nodes + (slots + begin + u * step) * SIZE + at, state.to(nodes.dtype.element_ty))
+            state = state * tl.exp(span) + node
     if FINAL:
         tl.store(final + row, state)
 

@@ -1,13 +1,14 @@
 r"""The backward pass inside tiles, and the last steps of the gates' and level scales' gradients.
 
-With ``P = q k^T``, ``dP = do v^T`` and the mask ``m`` of levels and decays,
+Rows are queries ``t``, columns keys ``s``. With ``P = q k^T``, ``dP = do v^T`` and the mask ``m`` of levels and
+decays,
 
-    dS = dP * m ,   dq = dS k ,   dlambda_l = sum_s [level l] P dP exp(G_t - G_s)      (rows are queries)
-    dv = (P * m)^T do ,   dk = dS^T q                                                  (rows are keys)
+    dS = dP * m ,   dq = dS k ,   dk^T = q^T dS ,   dv^T = do^T (P * m) ,
+    dlambda_l = sum_s [level l] P dP exp(G_t - G_s) .
 
-in two kernels, each with its own rows: sums over a row stay in a thread, and no product takes a transposed
-accumulator (compilers have returned wrong gradients for that). ``dS`` is summed over the heads of a group before
-the product with ``k`` or ``q``, which is then one for all of them.
+``dk`` and ``dv`` are made transposed: the same squares then serve all products as they are. A transposed
+accumulator as an operand would be shorter, but compilers have returned wrong gradients for it. ``dS`` is summed
+over the heads of a group before its products with ``k`` and ``q``, which are then one for all of them.
 """
 
 import triton
@@ -18,318 +19,300 @@ from src.ops.kernels.states import VARYING
 from src.ops.kernels.tiles import decay, document_at, document_of, product
 
 
+@triton.jit
+def rows_by_columns(
+    rows, columns, rows_valid, columns_valid, place, key_place, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``dP = do v^T``; ``rows`` and ``columns`` point to the first token of each."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    dP = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for part in range(NV):
+        rv = part * BV + tl.arange(0, BV)
+        inner = rv < V
+        grad = tl.load(
+            rows + place[:, None] * stride + rv[None, :], mask=rows_valid[:, None] & inner[None, :], other=0.0
+        )
+        value = tl.load(
+            columns + key_place[:, None] * stride + rv[None, :], mask=columns_valid[:, None] & inner[None, :], other=0.0
+        )
+        dP += product(grad, tl.trans(value), PRECISION)
+    return dP
+
+
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
-def inside_rows(
-    q, k, v, do, cums, columns, dq, dcolumns, gates,
-    documents, first, N, T, tiles_a_row, tokens, head0, H, per_group, L,
+def inside(
+    q, k, v, do, cums, columns, dq, dk, dv, dcolumns, gates,
+    documents, first, N, T, tiles_a_row, tokens, heads, head0, H, per_group, L,
     scale, blocks, block0, heads_a_block,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
-    BITS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of ``C = 2**BITS`` queries and some heads of a group.
+    """The square on the diagonal: one program a chunk of ``C = 2**BITS`` tokens and some heads of a group.
 
-    With MORE, ``dq`` holds what comes from other tiles and is added to. ``dcolumns [heads, L + 1, tokens]``: the
-    level scales' gradient. ``gates [heads, tokens]``: ``sum_l lambda_l dlambda_l`` over the levels above 0.
+    The chunk's two halves as keys, one after the other: half as many registers, so that twice as many programs run
+    at a time. Whatever bucket a query sees is in one half. With MORE, ``dq, dk, dv`` hold what comes from other
+    chunks, and are added to. ``dcolumns [heads, L + 3, tokens]``: the level scales' gradient; line ``L + 2`` takes
+    the second half's queries at the first one's keys where that level shares the last scale. ``gates``
+    ``[6, heads, tokens]``: of ``P dP m`` below the diagonal, sums over rows for each half of the keys, and over columns.
     """
+    C: tl.constexpr = 1 << BITS
+    KB: tl.constexpr = 64 if BK > 64 else BK
+    S: tl.constexpr = C // 2
     NV: tl.constexpr = (V + BV - 1) // BV
     SP: tl.constexpr = BITS + P - 6
     pid = tl.program_id(0)
     block = pid % blocks
     at = pid // blocks
     tile = at >> P
-    sub = at & ((1 << P) - 1)
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    A = (chunk0 >> SP) + tile - before
-    begin = ((A << SP) - chunk0) * 64 + sub * C
+    begin = ((((chunk0 >> SP) + tile - before) << SP) - chunk0) * 64 + (at & ((1 << P) - 1)) * C
     if (begin >= length) | (begin + C <= 0):
         return
     in_group = per_group // heads_a_block
     group = (block0 + block) // in_group
     groups = H // per_group
     rk = tl.arange(0, BK)
-    place = tl.arange(0, C)
-    valid = (place >= -begin) & (place < length - begin)
+    wide = rk < K
+    row = tl.arange(0, C)
+    valid = row < length - begin
     base = start + begin
-    differ = place[:, None] ^ place[None, :]
-    causal = (place[:, None] >= place[None, :]) & valid[None, :] & valid[:, None]
-    across = place[:, None] * (groups * K) + rk[None, :]  # of q and k, and the same transposed
-    down = place[None, :] * (groups * K) + rk[:, None]
+    here = (base * groups + group) * K
+    kind = heads.to(tl.int64) * tokens
+    to = (((block0 + block) % in_group) * tokens + base) * groups * K + group * K
+    query_at = row[:, None] * (groups * K) + rk[None, :]
 
-    query = tl.load(
-        q + (base * groups + group) * K + across, mask=valid[:, None] & (rk[None, :] < K), other=0.0
-    )
-    keyT = tl.load(k + (base * groups + group) * K + down, mask=valid[None, :] & (rk[:, None] < K), other=0.0)
-    scores = product(query, keyT, PRECISION) * scale
-    dscores = tl.zeros([C, C], tl.float32)
-    if P == 1:
-        left = base - C
-        has_left = (sub == 1) & (begin >= C)
-        keyT = tl.load(k + (left * groups + group) * K + down, mask=(rk[:, None] < K) & has_left, other=0.0)
-        left_scores = (product(query, keyT, PRECISION) * scale).to(query.dtype)
-        left_dscores = tl.zeros([C, C], tl.float32)
-
-    for i in range(heads_a_block):
-        local_head = block * heads_a_block + i
-        head = head0 + local_head
-        line = local_head.to(tl.int64)
-        sums = cums + line * tokens + base
-        values, grads = v + (base * H + head) * V, do + (base * H + head) * V
-        G = tl.load(sums + place, mask=valid, other=0.0)
-        dP = tl.zeros([C, C], tl.float32)
-        for part in tl.static_range(NV):
-            rv = part * BV + tl.arange(0, BV)
-            grad = tl.load(
-                grads + place[:, None] * (H * V) + rv[None, :], mask=valid[:, None] & (rv[None, :] < V), other=0.0
-            )
-            valueT = tl.load(
-                values + place[None, :] * (H * V) + rv[:, None], mask=valid[None, :] & (rv[:, None] < V), other=0.0
-            )
-            dP += product(grad, valueT, PRECISION)
-        dP *= tl.where(causal, decay(G[:, None] - G[None, :]), 0.0)
-        row_gates = tl.zeros([C], tl.float32)
-        if LOGLINEAR:
-            both = scores * dP
-            lams = columns + line * L * tokens + base
-            dlams = dcolumns + line * (L + 1) * tokens + base
-            shared = tl.zeros([C], tl.float32)
-            levels = tl.zeros([C, C], tl.float32)
-            # Always ``differ``, but the compiler does not know: it would keep every level's mask in registers.
-            changes = differ + tl.minimum(head, 0)
-            for level in tl.static_range(BITS + 1):
-                if level == 0:
-                    same = changes == 0
-                else:
-                    same = (changes >= (1 << (level - 1))) & (changes < (1 << level))
-                index = tl.minimum(level, L - 1).to(tl.int64)
-                lam = tl.load(lams + index * tokens + place, mask=valid, other=0.0).to(tl.float32)
-                dlam = tl.sum(tl.where(same, both, 0.0), 1)
-                if level > 0:
-                    row_gates += lam * dlam
-                if level < L - 1:
-                    tl.store(dlams + index * tokens + place, dlam, mask=valid)
-                else:
-                    shared += dlam
-                levels = tl.where(same, lam[:, None], levels)
-            dscores += dP * levels
-        else:
-            row_gates += tl.sum(tl.where(differ == 0, 0.0, scores * dP), 1)
-            dscores += dP
-
-        if P == 1:
-            edge = tl.load(sums - 1, mask=has_left, other=0.0)
-            incoming = decay(G - edge)
-            dlam = tl.zeros([C], tl.float32)
-            if has_left:
-                outgoing = decay(edge - tl.load(sums - C + place))
-                dP = tl.zeros([C, C], tl.float32)
-                for part in tl.static_range(NV):
-                    rv = part * BV + tl.arange(0, BV)
-                    grad = tl.load(
-                        grads + place[:, None] * (H * V) + rv[None, :],
-                        mask=valid[:, None] & (rv[None, :] < V),
-                        other=0.0,
-                    )
-                    valueT = tl.load(
-                        values - C * H * V + place[None, :] * (H * V) + rv[:, None], mask=rv[:, None] < V, other=0.0
-                    )
-                    dP += product(grad, valueT, PRECISION)
-                dP *= outgoing[None, :]
-                dlam = incoming * tl.sum(left_scores.to(tl.float32) * dP, 1)
-                lam = tl.full([C], 1.0, tl.float32)
-                if LOGLINEAR:
-                    index = tl.minimum(BITS + 1, L - 1).to(tl.int64)
-                    lam = tl.load(lams + index * tokens + place, mask=valid, other=0.0).to(tl.float32)
-                    if BITS + 1 < L - 1:
-                        tl.store(dlams + index * tokens + place, dlam, mask=valid)
+    for half in tl.static_range(2):
+        column = half * S + tl.arange(0, S)
+        column_valid = column < length - begin
+        differ = row[:, None] ^ column[None, :]
+        causal = (row[:, None] >= column[None, :]) & valid[:, None] & column_valid[None, :]
+        key_at = column[:, None] * (groups * K) + rk[None, :]
+        query = tl.load(q + here + query_at, mask=valid[:, None] & wide[None, :], other=0.0)
+        key = tl.load(k + here + key_at, mask=column_valid[:, None] & wide[None, :], other=0.0)
+        scores = product(query, tl.trans(key), PRECISION) * scale
+        dscores = tl.zeros([C, S], tl.float32)
+        for i in range(heads_a_block):
+            local_head = block * heads_a_block + i
+            head = head0 + local_head
+            line = local_head.to(tl.int64)
+            sums = cums + line * tokens + base
+            sides = gates + line * tokens + base
+            values, grads = v + (base * H + head) * V, do + (base * H + head) * V
+            dP = rows_by_columns(grads, values, valid, column_valid, row, column, H * V, C, S, V, BV, PRECISION)
+            G = tl.load(sums + row, mask=valid, other=0.0)
+            G_key = tl.load(sums + column, mask=column_valid, other=0.0)
+            mask = tl.where(causal, decay(G[:, None] - G_key[None, :]), 0.0)
+            if LOGLINEAR:
+                lams = columns + line * L * tokens + base
+                dlams = dcolumns + line * (L + 3) * tokens + base
+                row_gates = tl.zeros([C], tl.float32)
+                shared = tl.zeros([C], tl.float32)
+                levels = tl.zeros([C, S], tl.float32)
+                dP *= mask
+                both = scores * dP
+                # Always ``differ``, but the compiler does not know: it would keep every mask in registers.
+                changes = differ + tl.minimum(head, 0)
+                for level in tl.static_range(BITS + 1 - half):
+                    if level == 0:
+                        same = changes == 0
+                    else:
+                        same = (changes >= (1 << (level - 1))) & (changes < (1 << level))
+                    index = tl.minimum(level, L - 1).to(tl.int64)
+                    lam = tl.load(lams + index * tokens + row, mask=valid, other=0.0).to(tl.float32)
+                    dlam = tl.sum(tl.where(same, both, 0.0), 1)
+                    if level > 0:
+                        row_gates += lam * dlam
+                    levels = tl.where(same, lam[:, None], levels)
+                    if level == BITS:
+                        own_line = tl.where(level < L - 1, level, L + 2).to(tl.int64)
+                        tl.store(dlams + own_line * tokens + row, dlam, mask=valid & (row >= S))
+                    elif level < L - 1:
+                        tl.store(dlams + index * tokens + row, dlam, mask=valid & (row // S == half))
                     else:
                         shared += dlam
-                row_gates += lam * dlam
-                left_dscores += (incoming * lam)[:, None] * dP
-        if LOGLINEAR:
-            if BITS + P >= L - 1:
-                tl.store(dlams + (L - 1).to(tl.int64) * tokens + place, shared, mask=valid)
-        tl.store(gates + line * tokens + base + place, row_gates, mask=valid)
+                if BITS > L - 1:
+                    tl.store(dlams + (L - 1).to(tl.int64) * tokens + row, shared, mask=valid & (row // S == half))
+                attention = (scores * mask * levels).to(query.dtype)
+                dP *= levels
+                both = tl.where(differ == 0, 0.0, both * levels)
+            else:
+                dP *= mask
+                attention = (scores * mask).to(query.dtype)
+                both = tl.where(differ == 0, 0.0, scores * dP)
+                row_gates = tl.sum(both, 1)
+            dscores += dP
+            tl.store(sides + half * kind + row, row_gates, mask=valid)
+            tl.store(sides + 2 * kind + column, tl.sum(both, 0), mask=column_valid)
+            for part in range(NV):
+                rv = part * BV + tl.arange(0, BV)
+                gradT = tl.load(
+                    grads + row[None, :] * (H * V) + rv[:, None], mask=valid[None, :] & (rv[:, None] < V), other=0.0
+                )
+                back = product(gradT, attention, PRECISION)
+                outputs = dv + (base * H + head) * V + column[None, :] * (H * V) + rv[:, None]
+                into = column_valid[None, :] & (rv[:, None] < V)
+                if MORE:
+                    back += tl.load(outputs, mask=into, other=0.0).to(tl.float32)
+                tl.store(outputs, back.to(dv.dtype.element_ty), mask=into)
 
-    key = tl.load(k + (base * groups + group) * K + across, mask=valid[:, None] & (rk[None, :] < K), other=0.0)
-    dquery = product((dscores * scale).to(key.dtype), key, PRECISION)
-    if P == 1:
-        key = tl.load(k + (left * groups + group) * K + across, mask=(rk[None, :] < K) & has_left, other=0.0)
-        dquery += product((left_dscores * scale).to(key.dtype), key, PRECISION)
-    to = ((((block0 + block) % in_group) * tokens + base) * groups + group) * K + across
-    here = valid[:, None] & (rk[None, :] < K)
-    if MORE:
-        dquery += tl.load(dq + to, mask=here, other=0.0)
-    tl.store(dq + to, dquery, mask=here)
+        # Once for all heads, some of the K columns at a time.
+        dscores = (dscores * scale).to(query.dtype)
+        for first_k in range(0, BK, KB):
+            rb = first_k + tl.arange(0, KB)
+            inner = rb < K
+            keys = tl.load(
+                k + here + column[:, None] * (groups * K) + rb[None, :],
+                mask=column_valid[:, None] & inner[None, :],
+                other=0.0,
+            )
+            dquery = product(dscores, keys, PRECISION)
+            dqueries = dq + to + row[:, None] * (groups * K) + rb[None, :]
+            in_query = valid[:, None] & inner[None, :]
+            if MORE or half == 1:
+                dquery += tl.load(dqueries, mask=in_query, other=0.0)
+            tl.store(dqueries, dquery, mask=in_query)
+            queryT = tl.load(
+                q + here + row[None, :] * (groups * K) + rb[:, None], mask=valid[None, :] & inner[:, None], other=0.0
+            )
+            dkeyT = product(queryT, dscores, PRECISION)
+            dkeys = dk + to + column[None, :] * (groups * K) + rb[:, None]
+            in_key = column_valid[None, :] & inner[:, None]
+            if MORE:
+                dkeyT += tl.load(dkeys, mask=in_key, other=0.0)
+            tl.store(dkeys, dkeyT, mask=in_key)
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
-def inside_columns(
-    q, k, v, do, cums, columns, dk, dv, gates,
-    documents, first, N, T, tiles_a_row, tokens, head0, H, per_group, L,
+def pairs(
+    q, k, v, do, cums, columns, dq, dk, dv, dcolumns, gates,
+    documents, first, N, T, tiles_a_row, tokens, heads, head0, H, per_group, L,
     scale, blocks, block0, heads_a_block,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
-    BITS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of ``C = 2**BITS`` keys and some heads of a group.
+    """The queries of a tile's second chunk at the keys of its first: one program a tile and some heads of a group.
 
-    In a tile of two blocks (P = 1), the first one's keys also meet the second one's queries. With MORE, ``dk, dv``
-    hold what comes from other tiles and are added to. ``gates [heads, tokens]``: sums of ``P dP m`` over queries
-    behind the key.
+    One level for the whole square, so that mask and decays factor into one number a row and one a column. Without
+    MORE, ``dq, dk, dv`` are begun here: zeros where nothing is added. Line ``L + 1`` of ``dcolumns`` takes the level
+    where it shares the last scale; sums over rows and columns go to ``gates[3]``.
     """
+    C: tl.constexpr = 1 << BITS
+    KB: tl.constexpr = 64 if BK > 64 else BK
     NV: tl.constexpr = (V + BV - 1) // BV
     SP: tl.constexpr = BITS + P - 6
     pid = tl.program_id(0)
     block = pid % blocks
-    at = pid // blocks
-    tile = at >> P
-    sub = at & ((1 << P) - 1)
+    tile = pid // blocks
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    A = (chunk0 >> SP) + tile - before
-    begin = ((A << SP) - chunk0) * 64 + sub * C
-    if (begin >= length) | (begin + C <= 0):
+    begin = ((((chunk0 >> SP) + tile - before) << SP) - chunk0) * 64
+    if begin >= length:
         return
     in_group = per_group // heads_a_block
     group = (block0 + block) // in_group
     groups = H // per_group
     rk = tl.arange(0, BK)
-    place = tl.arange(0, C)
-    valid = (place >= -begin) & (place < length - begin)
+    wide = rk < K
+    row = tl.arange(0, C)
+    # A document that begins with a tile's second chunk has no first one; a short one no second.
+    valid = (row < length - begin) & (begin >= 0)
+    later_valid = row < length - begin - C
     base = start + begin
-    differ = place[:, None] ^ place[None, :]
-    causal = (place[None, :] >= place[:, None]) & valid[None, :] & valid[:, None]
-    across = place[:, None] * (groups * K) + rk[None, :]
-    down = place[None, :] * (groups * K) + rk[:, None]
-
-    key = tl.load(k + (base * groups + group) * K + across, mask=valid[:, None] & (rk[None, :] < K), other=0.0)
-    queryT = tl.load(q + (base * groups + group) * K + down, mask=valid[None, :] & (rk[:, None] < K), other=0.0)
-    scores = product(key, queryT, PRECISION) * scale
+    here = (base * groups + group) * K
+    step = C * groups * K
+    across = row[:, None] * (groups * K) + rk[None, :]
+    query = tl.load(q + here + step + across, mask=later_valid[:, None] & wide[None, :], other=0.0)
+    key = tl.load(k + here + across, mask=valid[:, None] & wide[None, :], other=0.0)
+    scores = (product(query, tl.trans(key), PRECISION) * scale).to(query.dtype)
     dscores = tl.zeros([C, C], tl.float32)
-    if P == 1:
-        has_next = (sub == 0) & (begin + C < length)
-        later = base + C
-        later_valid = (place < length - begin - C) & has_next
-        queryT = tl.load(
-            q + (later * groups + group) * K + down, mask=later_valid[None, :] & (rk[:, None] < K), other=0.0
-        )
-        next_scores = (product(key, queryT, PRECISION) * scale).to(key.dtype)
-        next_dscores = tl.zeros([C, C], tl.float32)
-
+    kind = heads.to(tl.int64) * tokens
     for i in range(heads_a_block):
         local_head = block * heads_a_block + i
         head = head0 + local_head
         line = local_head.to(tl.int64)
         sums = cums + line * tokens + base
-        values, grads = v + (base * H + head) * V, do + (base * H + head) * V
-        G = tl.load(sums + place, mask=valid, other=0.0)
-        dP = tl.zeros([C, C], tl.float32)
-        for part in tl.static_range(NV):
-            rv = part * BV + tl.arange(0, BV)
-            value = tl.load(
-                values + place[:, None] * (H * V) + rv[None, :], mask=valid[:, None] & (rv[None, :] < V), other=0.0
-            )
-            gradT = tl.load(
-                grads + place[None, :] * (H * V) + rv[:, None], mask=valid[None, :] & (rv[:, None] < V), other=0.0
-            )
-            dP += product(value, gradT, PRECISION)
-        mask = tl.where(causal, decay(G[None, :] - G[:, None]), 0.0)
+        sides = gates + 3 * kind + line * tokens + base
+        values, grads = v + (base * H + head) * V, do + (base * H + head) * V + C * H * V
+        dP = rows_by_columns(grads, values, later_valid, valid, row, row, H * V, C, C, V, BV, PRECISION)
+        edge = tl.load(sums + C - 1, mask=(length - begin >= C) & (begin >= 0), other=0.0)
+        outgoing = decay(edge - tl.load(sums + row, mask=valid, other=0.0))
+        incoming = decay(tl.load(sums + C + row, mask=later_valid, other=0.0) - edge)
+        dP *= outgoing[None, :]
+        row_gates = incoming * tl.sum(scores.to(tl.float32) * dP, 1)
         if LOGLINEAR:
-            lams = columns + line * L * tokens + base
-            lam = tl.load(lams + place, mask=valid, other=0.0).to(tl.float32)
-            levels = tl.broadcast_to(lam[None, :], [C, C])
-            changes = differ + tl.minimum(head, 0)  # as above
-            for level in tl.static_range(1, BITS + 1):
-                index = tl.minimum(level, L - 1).to(tl.int64)
-                lam = tl.load(lams + index * tokens + place, mask=valid, other=0.0).to(tl.float32)
-                levels = tl.where(changes >= (1 << (level - 1)), lam[None, :], levels)
-            mask *= levels
-        dP *= mask
+            index = tl.minimum(BITS + 1, L - 1).to(tl.int64)
+            lams = columns + (line * L + index) * tokens + base + C
+            lam = tl.load(lams + row, mask=later_valid, other=0.0).to(tl.float32)
+            own_line = tl.where(BITS + 1 < L - 1, BITS + 1, L + 1).to(tl.int64)
+            dlams = dcolumns + (line * (L + 3) + own_line) * tokens + base + C
+            tl.store(dlams + row, row_gates, mask=later_valid & (begin >= 0))
+            row_gates *= lam
+            incoming *= lam
+        dP *= incoming[:, None]
         dscores += dP
-        column_gates = tl.sum(tl.where(differ == 0, 0.0, scores * dP), 1)
-        attention = (scores * mask).to(key.dtype)
-
-        if P == 1:
-            edge = tl.load(sums + C - 1, mask=has_next, other=0.0)
-            outgoing = decay(edge - G)
-            incoming = decay(tl.load(sums + C + place, mask=later_valid, other=0.0) - edge)
-            incoming = tl.where(later_valid, incoming, 0.0)
-            if has_next:
-                if LOGLINEAR:
-                    index = tl.minimum(BITS + 1, L - 1).to(tl.int64)
-                    lam = tl.load(lams + index * tokens + C + place, mask=later_valid, other=0.0)
-                    incoming *= lam.to(tl.float32)
-                dP = tl.zeros([C, C], tl.float32)
-                for part in tl.static_range(NV):
-                    rv = part * BV + tl.arange(0, BV)
-                    value = tl.load(
-                        values + place[:, None] * (H * V) + rv[None, :],
-                        mask=valid[:, None] & (rv[None, :] < V),
-                        other=0.0,
-                    )
-                    gradT = tl.load(
-                        grads + C * H * V + place[None, :] * (H * V) + rv[:, None],
-                        mask=later_valid[None, :] & (rv[:, None] < V),
-                        other=0.0,
-                    )
-                    dP += product(value, gradT, PRECISION)
-                dP *= outgoing[:, None] * incoming[None, :]
-                next_dscores += dP
-                column_gates += tl.sum(next_scores.to(tl.float32) * dP, 1)
-
-        for part in tl.static_range(NV):
+        tl.store(sides + C + row, row_gates, mask=later_valid)
+        tl.store(sides + row, -tl.sum(scores.to(tl.float32) * dP, 0), mask=valid)
+        for part in range(NV):
             rv = part * BV + tl.arange(0, BV)
-            to = place[:, None] * (H * V) + rv[None, :]
-            here = valid[:, None] & (rv[None, :] < V)
-            back = product(attention, tl.load(grads + to, mask=here, other=0.0), PRECISION)
-            if P == 1:
-                if has_next:
-                    grad = tl.load(
-                        grads + C * H * V + to, mask=later_valid[:, None] & (rv[None, :] < V), other=0.0
-                    )
-                    grad = (grad * incoming[:, None]).to(key.dtype)
-                    back += outgoing[:, None] * product(next_scores, grad, PRECISION)
+            gradT = tl.load(
+                grads + row[None, :] * (H * V) + rv[:, None], mask=later_valid[None, :] & (rv[:, None] < V), other=0.0
+            )
+            back = product((gradT * incoming[None, :]).to(query.dtype), scores, PRECISION) * outgoing[None, :]
+            outputs = dv + (base * H + head) * V + row[None, :] * (H * V) + rv[:, None]
+            inner = valid[None, :] & (rv[:, None] < V)
             if MORE:
-                back += tl.load(dv + (base * H + head) * V + to, mask=here, other=0.0).to(tl.float32)
-            tl.store(dv + (base * H + head) * V + to, back.to(dv.dtype.element_ty), mask=here)
-        tl.store(gates + line * tokens + base + place, column_gates, mask=valid)
+                back += tl.load(outputs, mask=inner, other=0.0).to(tl.float32)
+            else:
+                later = later_valid[None, :] & (rv[:, None] < V)
+                tl.store(outputs + C * H * V, tl.zeros([BV, C], dv.dtype.element_ty), mask=later)
+            tl.store(outputs, back.to(dv.dtype.element_ty), mask=inner)
 
-    query = tl.load(q + (base * groups + group) * K + across, mask=valid[:, None] & (rk[None, :] < K), other=0.0)
-    dkey = product((dscores * scale).to(key.dtype), query, PRECISION)
-    if P == 1:
-        query = tl.load(
-            q + (later * groups + group) * K + across, mask=later_valid[:, None] & (rk[None, :] < K), other=0.0
-        )
-        dkey += product((next_dscores * scale).to(key.dtype), query, PRECISION)
-    to = ((((block0 + block) % in_group) * tokens + base) * groups + group) * K + across
-    here = valid[:, None] & (rk[None, :] < K)
-    if MORE:
-        dkey += tl.load(dk + to, mask=here, other=0.0)
-    tl.store(dk + to, dkey, mask=here)
+    to = (((block0 + block) % in_group) * tokens + base) * groups * K + group * K
+    dscores = (dscores * scale).to(query.dtype)
+    for first_k in range(0, BK, KB):
+        rb = first_k + tl.arange(0, KB)
+        inner = rb < K
+        along = row[:, None] * (groups * K) + rb[None, :]
+        down = row[None, :] * (groups * K) + rb[:, None]
+        later = later_valid[:, None] & inner[None, :]
+        laterT = later_valid[None, :] & inner[:, None]
+        earlier = valid[:, None] & inner[None, :]
+        earlierT = valid[None, :] & inner[:, None]
+        dquery = product(dscores, tl.load(k + here + along, mask=earlier, other=0.0), PRECISION)
+        dkeyT = product(tl.load(q + here + step + down, mask=laterT, other=0.0), dscores, PRECISION)
+        if MORE:
+            dquery += tl.load(dq + to + step + along, mask=later, other=0.0)
+            dkeyT += tl.load(dk + to + down, mask=earlierT, other=0.0)
+        else:
+            tl.store(dq + to + along, tl.zeros([C, KB], tl.float32), mask=earlier)
+            tl.store(dk + to + step + down, tl.zeros([KB, C], tl.float32), mask=laterT)
+        tl.store(dq + to + step + along, dquery, mask=later)
+        tl.store(dk + to + down, dkeyT, mask=earlierT)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def finish(
     dcolumns, gates, passing, dg, dscales,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, L,
-    R: tl.constexpr, BITS: tl.constexpr, BL: tl.constexpr, PARTS: tl.constexpr,
+    R: tl.constexpr, TILE_BITS: tl.constexpr, BL: tl.constexpr, PARTS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of ``R = 2**BITS`` tokens and head: ``dg [tokens, H]`` and ``dlambda [tokens, H, L]``.
+    """One program a tile of ``R = 2**TILE_BITS`` tokens and head: ``dg [tokens, H]`` and ``dlambda [tokens, H, L]``.
 
     ``dg_t`` sums over all pairs ``s < t <= u`` what the write at ``s`` adds through the read at ``u``. ``gates``
-    ``[4, heads, tokens]`` are rows and columns inside the tile, rows and columns between tiles:
+    ``[6, heads, tokens]`` are three of ``inside``, one of ``pairs``, then rows and columns between tiles:
 
         passing                                 both outside the tile
         + sum_{u >= t} between rows             s before the tile
         + sum_{s < t} between columns           u behind the tile
-        + sum_{u >= t} inside rows - columns    both inside
+        + sum_{u >= t} rows - columns inside    both inside
 
     Pairs ``s = t = u`` have no decay and are in none of these sums.
     """
-    SP: tl.constexpr = BITS - 6
+    SP: tl.constexpr = TILE_BITS - 6
     pid = tl.program_id(0)
     local_head = pid % heads
     tile = pid // heads
@@ -345,12 +328,15 @@ def finish(
     base = start + begin
     kind = heads.to(tl.int64) * tokens
     at = gates + line * tokens + base + row
-    to_end = tl.load(at, mask=valid, other=0.0) - tl.load(at + kind, mask=valid, other=0.0)
+    to_end = tl.load(at, mask=valid, other=0.0) + tl.load(at + kind, mask=valid, other=0.0)
+    to_end -= tl.load(at + 2 * kind, mask=valid, other=0.0)
+    if R > 64:
+        to_end += tl.load(at + 3 * kind, mask=valid, other=0.0)
     if MORE:
-        to_end += tl.load(at + 2 * kind, mask=valid, other=0.0)
+        to_end += tl.load(at + 4 * kind, mask=valid, other=0.0)
     gate = tl.cumsum(to_end, 0, reverse=True)
     if MORE:
-        outward = tl.load(at + 3 * kind, mask=valid, other=0.0)
+        outward = tl.load(at + 5 * kind, mask=valid, other=0.0)
         over = tl.cumsum(outward, 0) - outward
         for part in tl.static_range(PARTS):
             over += tl.load(passing + (line * tiles + tile) * PARTS + part)
@@ -362,11 +348,12 @@ def finish(
     tl.store(dg + base * H + head + row * H, gate.to(dg.dtype.element_ty), mask=valid)
     if LOGLINEAR:
         rl = tl.arange(0, BL)
-        lines = dcolumns + line * (L + 1) * tokens + base
+        lines = dcolumns + line * (L + 3) * tokens + base
         here = valid[:, None] & (rl[None, :] < L)
         dlam = tl.load(lines + rl[None, :].to(tl.int64) * tokens + row[:, None], mask=here, other=0.0)
-        if MORE:
-            last = tl.load(lines + L.to(tl.int64) * tokens + row, mask=valid, other=0.0)
-            dlam = tl.where(rl[None, :] == L - 1, dlam + last[:, None], dlam)
+        last = tl.load(lines + L.to(tl.int64) * tokens + row, mask=valid, other=0.0)
+        last += tl.load(lines + (L + 1).to(tl.int64) * tokens + row, mask=valid, other=0.0)
+        last += tl.load(lines + (L + 2).to(tl.int64) * tokens + row, mask=valid, other=0.0)
+        dlam = tl.where(rl[None, :] == L - 1, dlam + last[:, None], dlam)
         to = dscales + (base * H + head) * L + row[:, None] * (H * L) + rl[None, :]
         tl.store(to, dlam.to(dscales.dtype.element_ty), mask=here)
