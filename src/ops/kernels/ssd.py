@@ -130,7 +130,7 @@ class Pass:
         passing = self.between(gates) if self.more else None
         if plan.pair:
             self.run(within.pairs, tiles * self.blocks)
-        self.run(within.inside, (tiles << plan.pair) * self.blocks, MORE=self.more or plan.pair == 1, stages=1)
+        self.run(within.inside, (tiles << plan.pair) * self.blocks, MORE=self.more or plan.pair == 1, stages=1, HALVES=1)
         self.run(within.finish, tiles * self.heads, passing=passing)
 
     def between(self, gates: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ def inside(
     documents, first, N, T, tiles_a_row, tokens, heads, head0, H, per_group, L,
     scale, blocks, block0, heads_a_block,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
+    HALVES: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The square on the diagonal: one program a chunk of ``C = 2**BITS`` tokens and some heads of a group.
@@ -58,7 +59,7 @@ def inside(
     """
     C: tl.constexpr = 1 << BITS
     KB: tl.constexpr = 64 if BK > 64 else BK
-    S: tl.constexpr = C // 2
+    S: tl.constexpr = C // HALVES
     NV: tl.constexpr = (V + BV - 1) // BV
     SP: tl.constexpr = BITS + P - 6
     pid = tl.program_id(0)
@@ -83,7 +84,7 @@ def inside(
     to = (((block0 + block) % in_group) * tokens + base) * groups * K + group * K
     query_at = row[:, None] * (groups * K) + rk[None, :]
 
-    for half in tl.static_range(2):
+    for half in tl.static_range(HALVES):
         column = half * S + tl.arange(0, S)
         column_valid = column < length - begin
         differ = row[:, None] ^ column[None, :]
@@ -125,14 +126,14 @@ def inside(
                     if level > 0:
                         row_gates += lam * dlam
                     levels = tl.where(same, lam[:, None], levels)
-                    if level == BITS:
+                    if level == BITS and HALVES == 2:
                         own_line = tl.where(level < L - 1, level, L + 2).to(tl.int64)
                         tl.store(dlams + own_line * tokens + row, dlam, mask=valid & (row >= S))
                     elif level < L - 1:
                         tl.store(dlams + index * tokens + row, dlam, mask=valid & (row // S == half))
                     else:
                         shared += dlam
-                if BITS > L - 1:
+                if BITS >= L - 1:
                     tl.store(dlams + (L - 1).to(tl.int64) * tokens + row, shared, mask=valid & (row // S == half))
                 attention = (scores * mask * levels).to(query.dtype)
                 dP *= levels
@@ -144,6 +145,8 @@ def inside(
                 row_gates = tl.sum(both, 1)
             dscores += dP
             tl.store(sides + half * kind + row, row_gates, mask=valid)
+            if HALVES == 1:
+                tl.store(sides + kind + row, row_gates * 0.0, mask=valid)
             tl.store(sides + 2 * kind + column, tl.sum(both, 0), mask=column_valid)
             for part in range(NV):
                 rv = part * BV + tl.arange(0, BV)
