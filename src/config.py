@@ -17,6 +17,7 @@ from src import runs
 from src.compose import CONFIGS, Layer, groups, resolve, resolve_layers
 from src.config_help import render
 from src.errors import UserError
+from src.ops.checks import KernelError
 from src.files import read_yaml, to_yaml, write_text
 from src.model import ModelConfig
 from src.optim import OptimConfig
@@ -153,7 +154,8 @@ def load(run_dir: str | Path, schema: type = Config) -> Any:
 def run_cli(main: Callable[[Any], object], schema: type = Config, argv: Sequence[str] | None = None) -> None:
     """Runs `main(options)` for a command line, `--help` and `--cfg` included.
 
-    A UserError is printed as `error: ...` and ends the process with status 2; other exceptions pass through.
+    A UserError is printed as `error: ...` and ends the process with status 2, and so is a KernelError: kernels that
+    give wrong values on this machine. Other exceptions pass through.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = [a for a in arguments if a in ("--help", "-h", "--cfg")]
@@ -169,6 +171,6 @@ def run_cli(main: Callable[[Any], object], schema: type = Config, argv: Sequence
             sys.stdout.write(render(resolved))
         else:
             main(resolved.build())
-    except UserError as error:
+    except (UserError, KernelError) as error:
         sys.stderr.write(f"error: {one_line(error)}\n")
         raise SystemExit(2) from None

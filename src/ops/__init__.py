@@ -19,16 +19,19 @@ Per sequence and head, with ``t`` from 0 at the start of the sequence::
   States then have one entry a document.
 * ``initial_state`` continues exactly where a state was returned, whatever the split into calls.
 * More levels than scales: the last scale serves every higher level.
-* ``backend``: "auto" takes Triton on a CUDA device where the operator has kernels, else PyTorch.
+* ``backend``: "auto" takes Triton on a CUDA device where the operator has kernels (scalar decay, fp32 and bf16), else
+  PyTorch. Kernels check themselves against fp64 when they are first used; ``KernelError`` where they are wrong.
 * ``ValueError`` names the argument, what was expected and what came.
 
 Source: Guo et al., Log-Linear Attention, arXiv 2506.04761; Dao & Gu, Mamba-2, arXiv 2405.21060; Yang et al.,
 Gated Delta Networks, arXiv 2412.06464.
 
-Read ``fenwick.py``, then ``chunked.py``; ``reference.py`` has the definition, token by token.
+Read ``fenwick.py``, then ``chunked.py``; ``reference.py`` has the definition, token by token. ``kernels/`` is the same
+for scalar decay in Triton.
 """
 
 from src.ops.attention import softmax_attention
+from src.ops.checks import KernelError
 from src.ops.convolution import short_convolution
 from src.ops.fenwick import num_levels
 from src.ops.linear import gated_delta_rule, loglinear_gated_delta_rule, loglinear_ssd, ssd
@@ -45,6 +48,7 @@ from src.ops.state import (
 __all__ = [
     "AttentionState",
     "ConvolutionState",
+    "KernelError",
     "LinearState",
     "LogLinearState",
     "MixerState",

@@ -13,6 +13,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 BACKENDS = ("auto", "torch", "triton")
 
 
+class KernelError(RuntimeError):
+    """Compiled kernels give wrong values on this machine; the message says which compiler, and what to do."""
+
+
 def check_shape(name: str, x: Tensor, axes: str, **sizes: int | None) -> None:
     """``x`` has the axes named by ``axes`` (such as "B T H"), with the sizes given for some of them."""
     names = axes.split()

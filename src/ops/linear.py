@@ -1,6 +1,9 @@
-"""The four recurrent operators as users call them: checks, then the one implementation that there is so far."""
+"""The four recurrent operators as users call them: checks, then the backend."""
 
 from __future__ import annotations
+
+import os
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -103,19 +106,32 @@ def _run(q, k, v, g, beta, level_scales, scale, initial_state, return_state, cu_
         check_state_tensor("k", initial_state.k, tuple(q.shape[2:]))
         if (initial_state.beta is None) != (beta is None):
             raise ValueError("initial_state must come from the same operator, got one of the other family")
-    if backend == "triton":
-        raise ValueError("backend='triton' has no kernel for this operator; use 'torch' or 'auto'")
+    missing = _without_kernels(v, beta)
+    if backend == "triton" and missing:
+        raise ValueError(f"backend='triton' {missing}; use 'torch' or 'auto'")
+    call = {
+        "scale": float(scale),
+        "initial_state": initial_state,
+        "return_state": return_state,
+        "cu_seqlens": cu_seqlens,
+    }
     # Autocast would turn the fp32 products inside into bf16 ones.
     with torch.autocast(v.device.type, enabled=False):
-        return chunked(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            level_scales,
-            scale=float(scale),
-            initial_state=initial_state,
-            return_state=return_state,
-            cu_seqlens=cu_seqlens,
-        )
+        if backend == "triton" or (backend == "auto" and v.is_cuda and not missing):
+            from src.ops.kernels.call import run_ssd  # here, because it imports Triton
+
+            return run_ssd(q, k, v, g, level_scales, **call)
+        return chunked(q, k, v, g, beta, level_scales, **call)
+
+
+def _without_kernels(v: Tensor, beta: Tensor | None) -> str:
+    """Why a call cannot go to Triton; empty if it can."""
+    if beta is not None:
+        return "has no kernels for the delta rule"
+    if v.dtype == torch.float64:
+        return "computes in fp32: it takes float32 and bfloat16, got float64"
+    if find_spec("triton") is None:
+        return "needs the package triton"
+    if not v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device (or TRITON_INTERPRET=1, to interpret kernels slowly), got {v.device}"
+    return ""

@@ -222,7 +222,7 @@ def test_compiles_whole(family: str, packed: bool, seed: int) -> None:
         ({"cu_seqlens": torch.tensor([0, 4])}, "from 0 to T=5"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "int32 or int64"),
         ({"backend": "cuda"}, "backend must be one of auto, torch, triton"),
-        ({"backend": "triton"}, "no kernel for this operator"),
+        ({"backend": "triton", "v": torch.zeros(1, 5, 2, 16, dtype=torch.float64)}, "v|float64"),
         ({"initial_state": 3}, "initial_state must be a LogLinearState, got int"),
     ],
 )

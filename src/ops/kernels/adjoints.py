@@ -105,7 +105,9 @@ def adjoint(
         rest = tile0 + whole
         run = since_boundary(sums, length, chunk0, SP)
         while rest > A + 1:
-            run += tl.load(spans + (local_head * J + bit_of(rest & -rest)).to(tl.int64) * tiles + before + rest - 1 - tile0)
+            run += tl.load(
+                spans + (local_head * J + bit_of(rest & -rest)).to(tl.int64) * tiles + before + rest - 1 - tile0
+            )
             rest = rest & (rest - 1)
         if rest == A + 1:
             at = ((z + SP) * N + n).to(tl.int64) * H + head
@@ -213,7 +215,9 @@ def carry(
         for j in range(JR):
             if (chunk0 >> j) & 1 == 1:
                 for part in range(parts):
-                    from_roots += tl.load(root_crossing + ((j * N + n) * heads + local_head).to(tl.int64) * parts + part)
+                    from_roots += tl.load(
+                        root_crossing + ((j * N + n) * heads + local_head).to(tl.int64) * parts + part
+                    )
     for step in range(whole + 1):
         i = whole - step
         b = tile0 + i

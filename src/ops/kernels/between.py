@@ -11,7 +11,7 @@ import triton.language as tl
 from src.ops.kernels.states import VARYING
 from src.ops.kernels.tiles import bit_length, bit_of, decay, document_at, document_of, product, reads, trailing_ones
 
-BLOCKS = ["scale", "blocks", "block0", "heads_a_block"]
+BLOCKS = ["scale", "blocks", "block0", "heads_a_block", "partials"]
 
 
 @triton.jit
@@ -40,13 +40,13 @@ def through(
 def rows(
     q, do, cums, columns, nodes, spans, since, roots, dq, dcolumns, row_gates, crossed, root_crossed,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, J,
-    scale, blocks, block0, heads_a_block,
+    scale, blocks, block0, heads_a_block, partials,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, ROOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of ``R = 2**TILE_BITS`` queries and some heads of a group.
 
-    ``dq [per_group / heads_a_block, tokens, G, K]``: partial sums over heads. ``dcolumns [heads, L + 3, tokens]``:
+    ``dq [partials, tokens, G, K]``: partial sums over heads. ``dcolumns [heads, L + 2, tokens]``:
     the level scales' gradient; line ``L`` takes the levels that share the last scale. ``row_gates [heads, tokens]``:
     ``sum_j lambda_j dlambda_j``; its sum over a tile goes to ``crossed [heads, J, tiles]``, a level each, and that
     of groups of earlier calls to ``root_crossed [heads, tiles]``.
@@ -83,12 +83,10 @@ def rows(
         line = local_head.to(tl.int64)
         if LOGLINEAR:
             lams = columns + line * L * tokens + base
-            dlams = dcolumns + line * (L + 3) * tokens + base
+            dlams = dcolumns + line * (L + 2) * tokens + base
         strength = tl.exp(tl.load(cums + line * tokens + base + row, mask=valid, other=0.0)) * scale
         grads = do + (base * H + head) * V
-        grad = tl.load(
-            grads + row[:, None] * (H * V) + rv[None, :], mask=valid[:, None] & (rv[None, :] < V), other=0.0
-        )
+        grad = tl.load(grads + row[:, None] * (H * V) + rv[None, :], mask=valid[:, None] & (rv[None, :] < V), other=0.0)
         gates = tl.zeros([R], tl.float32)
         shared = tl.zeros([R], tl.float32)
         rest = A
@@ -97,9 +95,7 @@ def rows(
             slot = tile
             if LOGLINEAR:
                 slot = before + rest - 1 - tile0
-            X = through(
-                nodes + (line * tiles + slot) * (K * V), grads, grad, row, valid, H, R, K, V, BK, BV, PRECISION
-            )
+            X = through(nodes + (line * tiles + slot) * (K * V), grads, grad, row, valid, H, R, K, V, BK, BV, PRECISION)
             weight = strength
             if LOGLINEAR:
                 weight = strength * tl.exp(run)
@@ -147,25 +143,25 @@ def rows(
         tl.store(row_gates + line * tokens + base + row, gates, mask=valid)
         if LOGLINEAR:
             tl.store(dlams + L.to(tl.int64) * tokens + row, shared, mask=valid)
-    to = (block0 + block) % in_group
-    tl.store(
-        dq + ((to * tokens + base) * groups + group) * K + row[:, None] * (groups * K) + rk[None, :],
-        acc,
-        mask=valid[:, None] & (rk[None, :] < K),
-    )
+    # Heads of an earlier pass have been here.
+    turn = (block0 + block) % in_group
+    to = dq + ((turn % partials * tokens + base) * groups + group) * K + row[:, None] * (groups * K) + rk[None, :]
+    inner = valid[:, None] & (rk[None, :] < K)
+    acc += tl.load(to, mask=inner & (turn >= partials), other=0.0)
+    tl.store(to, acc, mask=inner)
 
 
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
 def columns_back(
     k, v, cums, totals, spans, nodes, E, dhalf, dv, dk, column_gates, crossing,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, J,
-    blocks, block0, heads_a_block,
+    blocks, block0, heads_a_block, partials,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of ``R = 2**TILE_BITS`` keys and some heads of a group.
 
-    ``dv [tokens, H, V]`` and the partial sums ``dk [per_group / heads_a_block, tokens, G, K]`` of what reaches a
+    ``dv [tokens, H, V]`` and the partial sums ``dk [partials, tokens, G, K]`` of what reaches a
     token from behind its tile; ``column_gates [heads, tokens]``: ``<v_s, dv_s>`` of these. ``crossing [heads, tiles,
     blocks of values]``: of the group stored there, ``<S, adjoint of its parent>``, decayed; for the linear form
     ``<state before the tile, adjoint of the state behind it>``. With HALF, the first chunk of a short last tile
@@ -267,9 +263,8 @@ def columns_back(
             )
             dkT += product(D, (valueT * edge[None, :]).to(key.dtype), PRECISION)
         tl.store(column_gates + line * tokens + base + row, gates, mask=valid)
-    to = (block0 + block) % in_group
-    tl.store(
-        dk + ((to * tokens + base) * groups + group) * K + row[None, :] * (groups * K) + rk[:, None],
-        dkT,
-        mask=valid[None, :] & (rk[:, None] < K),
-    )
+    turn = (block0 + block) % in_group
+    to = dk + ((turn % partials * tokens + base) * groups + group) * K + row[None, :] * (groups * K) + rk[:, None]
+    innerT = valid[None, :] & (rk[:, None] < K)
+    dkT += tl.load(to, mask=innerT & (turn >= partials), other=0.0)
+    tl.store(to, dkT, mask=innerT)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from src.ops.chunks import document_lengths, packed_chunks
 from src.ops.fenwick import CHUNK_BITS, CHUNK_LEVELS, CHUNK_SIZE
-from src.ops.kernels.ssd import ssd_forward
+from src.ops.kernels.decode import step
+from src.ops.kernels.ssd import documents_of, ssd_forward
 from src.ops.state import LinearState, LogLinearState
 
 
@@ -25,6 +26,9 @@ def run_ssd(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, LinearState | LogLinearState | None]:
     """``ssd`` (``scales`` None) or ``loglinear_ssd``; arguments are taken as valid."""
+    one_token = v.shape[1] == 1 and cu_seqlens is None and return_state and initial_state is not None
+    if one_token and not _needs_gradients((q, k, v, g, scales), initial_state):
+        return step(q, k, v, g, scales, initial_state, scale)
     if scales is None:
         return _linear(q, k, v, g, scale, initial_state, return_state, cu_seqlens)
     if initial_state is not None:
@@ -40,11 +44,9 @@ def run_ssd(
     return o, LogLinearState(lengths, levels, *raw, None, max_position=T)
 
 
-def documents_of(cu_seqlens: Tensor, chunk0: Tensor | None = None) -> Tensor:
-    """``[3, N]`` int64: where documents start, their tokens, their first chunk."""
-    cu = cu_seqlens.long()
-    lengths = cu.diff()
-    return torch.stack([cu[:-1], lengths, torch.zeros_like(lengths) if chunk0 is None else chunk0])
+def _needs_gradients(tensors: tuple[Tensor | None, ...], state: LinearState | LogLinearState) -> bool:
+    carried = (state.memory,) if isinstance(state, LinearState) else (state.levels, state.k, state.v, state.g)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, *carried))
 
 
 def _linear(q, k, v, g, scale, old, return_state, cu_seqlens):
@@ -63,9 +65,7 @@ def _continued(q, k, v, g, scales, scale, old, return_state, cu_seqlens):
     q, scales = chunks.gather(q), chunks.gather(scales)
     k, v, g = (chunks.gather(x, raw) for x, raw in ((k, old.k), (v, old.v), (g, old.g)))
     seen = chunks.seq_len if cu_seqlens is None else cu_seqlens.diff().long()
-    documents = torch.stack(
-        [chunks.first * CHUNK_SIZE, old.positions % CHUNK_SIZE + seen, old.positions >> CHUNK_BITS]
-    )
+    documents = torch.stack([chunks.first * CHUNK_SIZE, old.positions % CHUNK_SIZE + seen, old.positions >> CHUNK_BITS])
     flat = [x.flatten(0, 1)[None] for x in (q, k, v, g, scales)]
     most = old.max_position + chunks.seq_len
     capacity = max((most >> CHUNK_BITS).bit_length(), scales.shape[-1] - CHUNK_LEVELS, len(old.levels))

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from src.ops.kernels.states import VARYING
-from src.ops.kernels.tiles import bit_length, bit_of, decay, document_at, document_of, product, reads
+from src.ops.kernels.tiles import level_weights, bit_length, bit_of, decay, document_at, document_of, product, reads
 
 
 @triton.jit(do_not_specialize=[*VARYING, "scale", "blocks", "block0", "heads_a_block"])
 def output(
     q, k, v, cums, columns, nodes, spans, since, roots, o,
-    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, J, JR,
+    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, J,
     scale, blocks, block0, heads_a_block,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, NODES: tl.constexpr, ROOTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -52,11 +52,13 @@ def output(
 
     query = tl.load(
         q + (base * groups + group) * K + inside[:, None] * (groups * K) + rk[None, :],
-        mask=valid[:, None] & (rk[None, :] < K), other=0.0
+        mask=valid[:, None] & (rk[None, :] < K),
+        other=0.0,
     )
     kT = tl.load(
         k + (base * groups + group) * K + inside[None, :] * (groups * K) + rk[:, None],
-        mask=valid[None, :] & (rk[:, None] < K), other=0.0
+        mask=valid[None, :] & (rk[:, None] < K),
+        other=0.0,
     )
     scores = product(query, kT, PRECISION) * scale
     if P == 1:
@@ -79,21 +81,11 @@ def output(
         head = head0 + local_head
         sums = cums + local_head.to(tl.int64) * tokens + base
         G = tl.load(sums + inside, mask=valid, other=0.0)
-        value = tl.load(
-            v + (base * H + head) * V + cell, mask=valid[:, None] & (rv[None, :] < V), other=0.0
-        )
+        value = tl.load(v + (base * H + head) * V + cell, mask=valid[:, None] & (rv[None, :] < V), other=0.0)
         weight = decay(G[:, None] - G[None, :])
         if LOGLINEAR:
             lams = columns + local_head.to(tl.int64) * L * tokens + base
-            lam = tl.load(lams + inside, mask=valid, other=0.0).to(tl.float32)
-            levels = tl.broadcast_to(lam[:, None], [C, C])
-            # Always ``differ``, but the compiler does not know: it would keep every level's mask in registers.
-            changes = differ + tl.minimum(head, 0)
-            for level in tl.static_range(1, BITS + 1):
-                index = tl.minimum(level, L - 1).to(tl.int64)
-                lam = tl.load(lams + index * tokens + inside, mask=valid, other=0.0).to(tl.float32)
-                levels = tl.where(changes >= (1 << (level - 1)), lam[:, None], levels)
-            weight = weight * levels
+            weight *= level_weights(lams, tokens, valid, L, BITS)
         attention = tl.where(causal, scores * weight, 0.0).to(value.dtype)
         acc = product(attention, value, PRECISION)
         if P == 1:

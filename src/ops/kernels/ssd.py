@@ -6,26 +6,37 @@ backward pass, everything else is computed again there.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
 
 from src.ops.fenwick import CHUNK_BITS
-from src.ops.kernels import adjoints, between, forward, states, within
+from src.ops.kernels import adjoints, between, check, forward, states, within
 from src.ops.kernels.launch import launch
-from src.ops.kernels.plan import Layout, Plan, heads_a_block, layout_for, plan_for
+from src.ops.kernels.plan import Layout, Plan, layout_for, plan_for, work_for
 
 SWEEP_BLOCK = 1024
 """Elements of a state that one program of the passes over tiles takes."""
 
-SCRATCH_BYTES = 512 << 20
-"""Of one pass of the backward pass: heads are taken in several, if all at once would need more."""
+SCRATCH = 2.0
+SCRATCH_BYTES = 256 << 20
+"""The backward pass takes heads in several passes where its scratch for all would be more than so many times v."""
 
 
 class Call:
     """Sizes of one call, and what all its kernels are given."""
 
-    def __init__(self, tensors: dict[str, Tensor | None], documents: Tensor | None, scale: float, max_chunk: int):
+    def __init__(
+        self,
+        tensors: dict[str, Tensor | None],
+        documents: Tensor | None,
+        scale: float,
+        max_chunk: int,
+        more: bool,
+        backward: bool = False,
+    ):
         k, v, scales = tensors["k"], tensors["v"], tensors["scales"]
         self.K, self.V, self.G, self.H = k.shape[3], v.shape[3], k.shape[2], v.shape[2]
         self.dtype, self.device = v.dtype, v.device
@@ -35,17 +46,25 @@ class Call:
         self.L = scales.shape[-1] if self.loglinear else 1
         self.J = self.layout.tree_levels + 1
         self.value_blocks = -(-self.V // self.plan.value_block)
-        per_group = self.H // self.G
-        self.block_heads = heads_a_block(per_group, self.layout.tiles * self.G)
-        self.blocks = self.H // self.block_heads
         at, plan = self.layout, self.plan
         size = self.K * self.V
+        self.more = more or at.seq_len > plan.tile
+        passes = 1
+        if backward and self.more:
+            a_token = 4 * (2 * self.L + 10) + 2 * size * v.element_size() // plan.tile
+            total = a_token * at.tokens * self.H
+            passes = math.ceil(total / max(SCRATCH_BYTES, SCRATCH * v.nbytes))
+        work = work_for(self.H, self.G, at.tiles, passes)
+        per_group = self.H // self.G
+        self.block_heads, self.blocks_a_pass = work.heads_a_block, work.blocks_a_pass
+        self.blocks = self.H // self.block_heads
+        self.partials = min(per_group // self.block_heads, self.blocks_a_pass)
         self.given = {
             **tensors,
             "documents": at.documents, "first": at.first, "PACKED": at.documents is not None,
             "N": at.count, "T": at.seq_len, "tiles_a_row": at.tiles_a_row, "tiles": at.tiles, "tokens": at.tokens,
             "H": self.H, "per_group": per_group, "heads_a_block": self.block_heads, "L": self.L, "J": self.J,
-            "scale": scale, "parts": self.value_blocks, "width": triton.next_power_of_2(at.tiles_a_row),
+            "scale": scale, "parts": self.value_blocks, "partials": self.partials, "width": triton.next_power_of_2(at.tiles_a_row),
             "K": self.K, "V": self.V, "BK": plan.key_block, "BV": plan.value_block,
             "BL": max(2, triton.next_power_of_2(self.L)), "SIZE": size, "BLOCK": min(SWEEP_BLOCK, size & -size),
             "P": plan.pair, "BITS": CHUNK_BITS, "R": plan.tile, "TILE_BITS": plan.tile_bits,
@@ -63,11 +82,12 @@ class Call:
 class Pass:
     """Some blocks of heads of a call, with the scratch that they need: gates, level scales, states.
 
-    ``more``: whether there is anything outside a token's tile. ``roots``: states before the call.
+    ``roots``: states before the call.
     """
 
-    def __init__(self, call: Call, block0: int, blocks: int, more: bool, roots: Tensor | None) -> None:
-        self.call, self.more, self.roots = call, more, roots
+    def __init__(self, call: Call, block0: int, blocks: int, roots: Tensor | None) -> None:
+        self.call, self.more, self.roots = call, call.more, roots
+        more = call.more
         self.heads, self.blocks = blocks * call.block_heads, blocks
         tiles, tokens = call.layout.tiles, call.layout.tokens
         loglinear = call.loglinear
@@ -85,8 +105,10 @@ class Pass:
             "LEAVES": more, "NODES": more, "MORE": more, "ROOTS": roots is not None and loglinear,
         }  # fmt: skip
 
-    def run(self, kernel, programs: int, *, warps: int = 4, stages: int = 2, **arguments) -> None:
-        launch(kernel, programs, {**self.given, **arguments}, warps=warps, stages=stages)
+    def run(
+        self, kernel, programs: int, *, warps: int = 4, stages: int = 2, registers: int | None = None, **arguments
+    ) -> None:
+        launch(kernel, programs, {**self.given, **arguments}, warps=warps, stages=stages, registers=registers)
 
     def prepare(self, levels: Tensor | None) -> None:
         """Up to the states that tiles read; ``levels`` (None: not wanted) takes those that live at the end."""
@@ -104,7 +126,10 @@ class Pass:
             return
         programs = self._sweep_programs()
         size = call.K * call.V
-        scratch = {"stack": call.new(call.layout.count, self.heads, call.J + 2, size), "kept": call.new(programs, call.J + 2)}
+        scratch = {
+            "stack": call.new(call.layout.count, self.heads, call.J + 2, size),
+            "kept": call.new(programs, call.J + 2),
+        }
         self.run(states.sweep, programs, **scratch, **state)
         if self.roots is not None and levels is not None:
             self.run(states.keep_roots, programs, levels=levels)
@@ -119,18 +144,28 @@ class Pass:
     def output(self, o: Tensor) -> None:
         call = self.call
         programs = (call.layout.tiles << call.plan.pair) * self.blocks * call.value_blocks
-        self.run(forward.output, programs, o=o, warps=call.plan.chunk_warps)
+        plan = call.plan
+        self.run(forward.output, programs, o=o, warps=plan.chunk_warps, stages=plan.stages, registers=plan.registers)
 
     def backward(self, do: Tensor, dlevels: Tensor | None, out: dict[str, Tensor | None]) -> None:
         """Into ``out``: dq, dk (sums over some heads), dv, dg, dscales, droots."""
         call, plan, tiles = self.call, self.call.plan, self.call.layout.tiles
-        dcolumns = call.zeros(self.heads, call.L + 3, call.layout.tokens) if call.loglinear else None
-        gates = call.new(6, self.heads, call.layout.tokens)
-        self.given |= {**out, "do": do, "dlevels": dlevels, "STATE": dlevels is not None, "dcolumns": dcolumns, "gates": gates}
+        dcolumns = call.zeros(self.heads, call.L + 2, call.layout.tokens) if call.loglinear else None
+        gates = call.new(5, self.heads, call.layout.tokens)
+        self.given |= {
+            **out,
+            "do": do,
+            "dlevels": dlevels,
+            "STATE": dlevels is not None,
+            "dcolumns": dcolumns,
+            "gates": gates,
+        }
         passing = self.between(gates) if self.more else None
         if plan.pair:
-            self.run(within.pairs, tiles * self.blocks)
-        self.run(within.inside, (tiles << plan.pair) * self.blocks, MORE=self.more or plan.pair == 1, stages=1, HALVES=1)
+            self.run(within.pairs, tiles * self.blocks, warps=plan.square_warps)
+        self.run(
+            within.inside, (tiles << plan.pair) * self.blocks, MORE=self.more or plan.pair == 1, warps=plan.square_warps
+        )
         self.run(within.finish, tiles * self.heads, passing=passing)
 
     def between(self, gates: Tensor) -> Tensor:
@@ -151,10 +186,10 @@ class Pass:
                 given["root_crossing"] = call.new(roots, parts)
                 given["root_crossed"] = call.new(self.heads, tiles)
                 self.run(adjoints.root_adjoint, roots * parts, warps=plan.state_warps)
-        self.run(between.rows, tiles * self.blocks, row_gates=gates[4], warps=8)
+        self.run(between.rows, tiles * self.blocks, row_gates=gates[3], warps=8)
         half = given["STATE"] and call.loglinear and plan.pair == 1
         half = {"dhalf": given["dlevels"] if half else None, "HALF": half}
-        self.run(between.columns_back, tiles * self.blocks, column_gates=gates[5], **half, warps=8)
+        self.run(between.columns_back, tiles * self.blocks, column_gates=gates[4], **half, warps=8)
         if not call.loglinear:
             return crossing
         passing = call.new(self.heads, tiles)
@@ -162,9 +197,33 @@ class Pass:
         return passing
 
 
-def has_more(call: Call, roots: Tensor | None, state: bool) -> bool:
-    """Whether states are needed at all: a sequence that fits into a tile has none."""
-    return state or roots is not None or call.layout.seq_len > call.plan.tile
+def _trust(v: Tensor, k: Tensor, scales: Tensor | None, documents: Tensor | None, *, gradients: bool) -> None:
+    """Check the kernels that this kind of call takes, the first time."""
+    K, V, L = k.shape[3], v.shape[3], None if scales is None else scales.shape[-1]
+    tile = plan_for(v.dtype, K, V).tile
+    short = v.shape[1] <= tile
+    size_class = None if L is None else triton.next_power_of_2(L)
+    kind = (v.device, v.dtype, K, V, size_class, documents is not None, short, gradients)
+
+    def run() -> dict[str, float]:
+        T = tile - 5 if short else 2 * tile + 77
+        given = check.problem(T, K, V, L, v.dtype, v.device)
+        cu_seqlens = None if documents is None else torch.tensor([0, T // 3, T], device=v.device)
+        return check.errors_of(_plain, given, cu_seqlens, gradients)
+
+    check.ensure(kind, run, v.dtype)
+
+
+def _plain(q, k, v, g, scales, cu_seqlens):
+    documents = None if cu_seqlens is None else documents_of(cu_seqlens)
+    return ssd_forward(q, k, v, g, scales, documents, None, 1.0, 0, -1)[0]
+
+
+def documents_of(cu_seqlens: Tensor) -> Tensor:
+    """``[3, N]`` int64: where documents start, their tokens, their first chunk."""
+    cu = cu_seqlens.long()
+    lengths = cu.diff()
+    return torch.stack([cu[:-1], lengths, torch.zeros_like(lengths)])
 
 
 def _dense(**tensors: Tensor | None) -> dict[str, Tensor | None]:
@@ -190,16 +249,17 @@ def ssd_forward(
     ``documents [3, N]`` (None: rows): where each starts in the list of tokens, its tokens, its first chunk.
     ``roots``: the states before, in the same layout as the new ones.
     """
+    _trust(v, k, scales, documents, gradients=False)
     given = _dense(q=q, k=k, v=v, g=g, scales=scales)
     (roots,) = _dense(roots=roots).values()
-    call = Call(given, documents, scale, max_chunk)
+    call = Call(given, documents, scale, max_chunk, more=state_levels >= 0 or roots is not None)
     levels = None
     if state_levels >= 0:
         shape = (call.layout.count, call.H, call.K, call.V)
         levels = call.zeros(state_levels, *shape) if call.loglinear else call.new(*shape)
     o = torch.empty_like(given["v"])
     with torch.cuda.device_of(v):
-        one = Pass(call, 0, call.blocks, has_more(call, roots, levels is not None), roots)
+        one = Pass(call, 0, call.blocks, roots)
         one.prepare(levels)
         one.output(o)
     return o, o.new_empty(0, dtype=torch.float32) if levels is None else levels
@@ -231,22 +291,22 @@ def ssd_backward(
     max_chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, scales and roots (empty where there are none)."""
+    _trust(v, k, scales, documents, gradients=True)
     given = _dense(q=q, k=k, v=v, g=g, scales=scales)
     do, dlevels, roots = _dense(do=do, dlevels=dlevels, roots=roots).values()
-    call = Call(given, documents, scale, max_chunk)
-    more = has_more(call, roots, dlevels is not None)
-    sums = call.given["per_group"] // call.block_heads
+    outside = dlevels is not None or roots is not None
+    call = Call(given, documents, scale, max_chunk, more=outside, backward=True)
     out = {
-        "dq": call.new(sums, *q.shape),
-        "dk": call.new(sums, *k.shape),
+        "dq": call.new(call.partials, *q.shape),
+        "dk": call.new(call.partials, *k.shape),
         "dv": torch.empty_like(given["v"]),
         "dg": torch.empty_like(given["g"]),
         "dscales": None if scales is None else torch.empty_like(given["scales"]),
         "droots": None if roots is None else torch.zeros_like(roots),
     }
     with torch.cuda.device_of(v):
-        for block0, blocks in passes(call, more):
-            part = Pass(call, block0, blocks, more, roots)
+        for block0 in range(0, call.blocks, call.blocks_a_pass):
+            part = Pass(call, block0, call.blocks_a_pass, roots)
             part.prepare(None)
             part.backward(do, dlevels, out)
     out["dq"], out["dk"] = out["dq"].sum(0).to(q.dtype), out["dk"].sum(0).to(k.dtype)
@@ -258,16 +318,6 @@ def _(do, dlevels, q, k, v, g, scales, documents, roots, scale, max_chunk):
     like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g)]
     rest = [v.new_empty(0, dtype=torch.float32) if x is None else torch.empty_like(x) for x in (scales, roots)]
     return (*like, *rest)
-
-
-def passes(call: Call, more: bool) -> list[tuple[int, int]]:
-    """First block and number of blocks of heads of each pass, so that scratch stays in bounds."""
-    tokens, tiles = call.layout.tokens, call.layout.tiles
-    item = call.dtype.itemsize
-    a_head = 4 * tokens * (2 * call.L + 10) + (2 * tiles * call.K * call.V * item if more else 0)
-    count = max(1, min(call.blocks, -(-a_head * call.H // SCRATCH_BYTES)))
-    edges = [i * call.blocks // count for i in range(count + 1)]
-    return [(a, b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -284,9 +334,7 @@ def _backward(ctx, do, dlevels):
         do = torch.zeros_like(v)
     if not ctx.stateful:
         dlevels = None
-    dq, dk, dv, dg, dscales, droots = ssd_backward(
-        do, dlevels, q, k, v, g, scales, documents, roots, *ctx.arguments
-    )
+    dq, dk, dv, dg, dscales, droots = ssd_backward(do, dlevels, q, k, v, g, scales, documents, roots, *ctx.arguments)
     return (
         dq, dk, dv, dg,
         None if scales is None else dscales,

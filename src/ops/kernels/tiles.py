@@ -88,3 +88,32 @@ def decay(x):
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def level_weights(lams, stride, valid, L, BITS: tl.constexpr):
+    """``M_ts = lambda_{t, level(t, s)}`` of a chunk, ``[C, C]``, from ``lams``: the first token's level 0.
+
+    Levels above 3 are one number for eight neighbouring keys, levels below 4 belong to eight keys alone: two
+    tables of ``C x 8`` instead of a choice among all levels for each of ``C x C`` places.
+    """
+    C: tl.constexpr = 1 << BITS
+    B: tl.constexpr = C // 8
+    row = tl.arange(0, C)
+    blocks = (row >> 3)[:, None] ^ tl.arange(0, B)[None, :]
+    places = (row & 7)[:, None] ^ tl.arange(0, 8)[None, :]
+    near = tl.broadcast_to(level_of(lams, 0, row, stride, valid, L)[:, None], [C, 8])
+    for level in tl.static_range(1, 4):
+        near = tl.where(places >= (1 << (level - 1)), level_of(lams, level, row, stride, valid, L)[:, None], near)
+    far = tl.broadcast_to(level_of(lams, 4, row, stride, valid, L)[:, None], [C, B])
+    for level in tl.static_range(5, BITS + 1):
+        far = tl.where(blocks >= (1 << (level - 4)), level_of(lams, level, row, stride, valid, L)[:, None], far)
+    whole = tl.where((blocks == 0)[:, :, None], near[:, None, :], far[:, :, None])
+    return tl.reshape(whole, [C, C])
+
+
+@triton.jit
+def level_of(lams, level, row, stride, valid, L):
+    """A level's scales along the rows; the last scale serves all higher levels."""
+    index = tl.minimum(level, L - 1).to(tl.int64)
+    return tl.load(lams + index * stride + row, mask=valid, other=0.0).to(tl.float32)

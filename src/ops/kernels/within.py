@@ -16,7 +16,7 @@ import triton.language as tl
 
 from src.ops.kernels.between import BLOCKS
 from src.ops.kernels.states import VARYING
-from src.ops.kernels.tiles import decay, document_at, document_of, product
+from src.ops.kernels.tiles import decay, document_at, document_of, level_of, level_weights, product
 
 
 @triton.jit
@@ -40,26 +40,39 @@ def rows_by_columns(
     return dP
 
 
+@triton.jit
+def queries_by_keys(
+    queries, keys, queries_valid, keys_valid, place, stride,
+    C: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``P = q k^T``, some of the K columns at a time; both point to the first token."""
+    P = tl.zeros([C, C], tl.float32)
+    for first in range(0, K, KB):
+        rb = first + tl.arange(0, KB)
+        inner = rb < K
+        at = place[:, None] * stride + rb[None, :]
+        query = tl.load(queries + at, mask=queries_valid[:, None] & inner[None, :], other=0.0)
+        key = tl.load(keys + at, mask=keys_valid[:, None] & inner[None, :], other=0.0)
+        P += product(query, tl.trans(key), PRECISION)
+    return P
+
+
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
 def inside(
     q, k, v, do, cums, columns, dq, dk, dv, dcolumns, gates,
     documents, first, N, T, tiles_a_row, tokens, heads, head0, H, per_group, L,
-    scale, blocks, block0, heads_a_block,
+    scale, blocks, block0, heads_a_block, partials,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
-    HALVES: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The square on the diagonal: one program a chunk of ``C = 2**BITS`` tokens and some heads of a group.
 
-    The chunk's two halves as keys, one after the other: half as many registers, so that twice as many programs run
-    at a time. Whatever bucket a query sees is in one half. With MORE, ``dq, dk, dv`` hold what comes from other
-    chunks, and are added to. ``dcolumns [heads, L + 3, tokens]``: the level scales' gradient; line ``L + 2`` takes
-    the second half's queries at the first one's keys where that level shares the last scale. ``gates``
-    ``[6, heads, tokens]``: of ``P dP m`` below the diagonal, sums over rows for each half of the keys, and over columns.
+    With MORE, ``dq, dk, dv`` hold what comes from other chunks, and are added to. ``dcolumns [heads, L + 2, tokens]``:
+    the level scales' gradient. ``gates [5, heads, tokens]``: of ``P dP m`` below the diagonal, sums over rows and over
+    columns.
     """
     C: tl.constexpr = 1 << BITS
     KB: tl.constexpr = 64 if BK > 64 else BK
-    S: tl.constexpr = C // HALVES
     NV: tl.constexpr = (V + BV - 1) // BV
     SP: tl.constexpr = BITS + P - 6
     pid = tl.program_id(0)
@@ -74,125 +87,111 @@ def inside(
     in_group = per_group // heads_a_block
     group = (block0 + block) // in_group
     groups = H // per_group
-    rk = tl.arange(0, BK)
-    wide = rk < K
     row = tl.arange(0, C)
     valid = row < length - begin
     base = start + begin
     here = (base * groups + group) * K
     kind = heads.to(tl.int64) * tokens
-    to = (((block0 + block) % in_group) * tokens + base) * groups * K + group * K
-    query_at = row[:, None] * (groups * K) + rk[None, :]
-
-    for half in tl.static_range(HALVES):
-        column = half * S + tl.arange(0, S)
-        column_valid = column < length - begin
-        differ = row[:, None] ^ column[None, :]
-        causal = (row[:, None] >= column[None, :]) & valid[:, None] & column_valid[None, :]
-        key_at = column[:, None] * (groups * K) + rk[None, :]
-        query = tl.load(q + here + query_at, mask=valid[:, None] & wide[None, :], other=0.0)
-        key = tl.load(k + here + key_at, mask=column_valid[:, None] & wide[None, :], other=0.0)
-        scores = product(query, tl.trans(key), PRECISION) * scale
-        dscores = tl.zeros([C, S], tl.float32)
-        for i in range(heads_a_block):
-            local_head = block * heads_a_block + i
-            head = head0 + local_head
-            line = local_head.to(tl.int64)
-            sums = cums + line * tokens + base
-            sides = gates + line * tokens + base
-            values, grads = v + (base * H + head) * V, do + (base * H + head) * V
-            dP = rows_by_columns(grads, values, valid, column_valid, row, column, H * V, C, S, V, BV, PRECISION)
-            G = tl.load(sums + row, mask=valid, other=0.0)
-            G_key = tl.load(sums + column, mask=column_valid, other=0.0)
-            mask = tl.where(causal, decay(G[:, None] - G_key[None, :]), 0.0)
-            if LOGLINEAR:
-                lams = columns + line * L * tokens + base
-                dlams = dcolumns + line * (L + 3) * tokens + base
-                row_gates = tl.zeros([C], tl.float32)
-                shared = tl.zeros([C], tl.float32)
-                levels = tl.zeros([C, S], tl.float32)
-                dP *= mask
-                both = scores * dP
-                # Always ``differ``, but the compiler does not know: it would keep every mask in registers.
-                changes = differ + tl.minimum(head, 0)
-                for level in tl.static_range(BITS + 1 - half):
-                    if level == 0:
-                        same = changes == 0
-                    else:
-                        same = (changes >= (1 << (level - 1))) & (changes < (1 << level))
-                    index = tl.minimum(level, L - 1).to(tl.int64)
-                    lam = tl.load(lams + index * tokens + row, mask=valid, other=0.0).to(tl.float32)
-                    dlam = tl.sum(tl.where(same, both, 0.0), 1)
-                    if level > 0:
-                        row_gates += lam * dlam
-                    levels = tl.where(same, lam[:, None], levels)
-                    if level == BITS and HALVES == 2:
-                        own_line = tl.where(level < L - 1, level, L + 2).to(tl.int64)
-                        tl.store(dlams + own_line * tokens + row, dlam, mask=valid & (row >= S))
-                    elif level < L - 1:
-                        tl.store(dlams + index * tokens + row, dlam, mask=valid & (row // S == half))
-                    else:
-                        shared += dlam
-                if BITS >= L - 1:
-                    tl.store(dlams + (L - 1).to(tl.int64) * tokens + row, shared, mask=valid & (row // S == half))
-                attention = (scores * mask * levels).to(query.dtype)
-                dP *= levels
-                both = tl.where(differ == 0, 0.0, both * levels)
-            else:
-                dP *= mask
-                attention = (scores * mask).to(query.dtype)
-                both = tl.where(differ == 0, 0.0, scores * dP)
-                row_gates = tl.sum(both, 1)
-            dscores += dP
-            tl.store(sides + half * kind + row, row_gates, mask=valid)
-            if HALVES == 1:
-                tl.store(sides + kind + row, row_gates * 0.0, mask=valid)
-            tl.store(sides + 2 * kind + column, tl.sum(both, 0), mask=column_valid)
-            for part in range(NV):
-                rv = part * BV + tl.arange(0, BV)
-                gradT = tl.load(
-                    grads + row[None, :] * (H * V) + rv[:, None], mask=valid[None, :] & (rv[:, None] < V), other=0.0
-                )
-                back = product(gradT, attention, PRECISION)
-                outputs = dv + (base * H + head) * V + column[None, :] * (H * V) + rv[:, None]
-                into = column_valid[None, :] & (rv[:, None] < V)
-                if MORE:
-                    back += tl.load(outputs, mask=into, other=0.0).to(tl.float32)
-                tl.store(outputs, back.to(dv.dtype.element_ty), mask=into)
-
-        # Once for all heads, some of the K columns at a time.
-        dscores = (dscores * scale).to(query.dtype)
-        for first_k in range(0, BK, KB):
-            rb = first_k + tl.arange(0, KB)
-            inner = rb < K
-            keys = tl.load(
-                k + here + column[:, None] * (groups * K) + rb[None, :],
-                mask=column_valid[:, None] & inner[None, :],
-                other=0.0,
+    to = ((block0 + block) % in_group % partials * tokens + base) * groups * K + group * K
+    stride = groups * K
+    differ = row[:, None] ^ row[None, :]
+    causal = (row[:, None] >= row[None, :]) & valid[:, None] & valid[None, :]
+    scores = queries_by_keys(q + here, k + here, valid, valid, row, stride, C, K, KB, PRECISION) * scale
+    dscores = tl.zeros([C, C], tl.float32)
+    for i in range(heads_a_block):
+        local_head = block * heads_a_block + i
+        head = head0 + local_head
+        line = local_head.to(tl.int64)
+        sums = cums + line * tokens + base
+        sides = gates + line * tokens + base
+        values, grads = v + (base * H + head) * V, do + (base * H + head) * V
+        dP = rows_by_columns(grads, values, valid, valid, row, row, H * V, C, C, V, BV, PRECISION)
+        G = tl.load(sums + row, mask=valid, other=0.0)
+        mask = tl.where(causal, decay(G[:, None] - G[None, :]), 0.0)
+        if LOGLINEAR:
+            lams = columns + line * L * tokens + base
+            dlams = dcolumns + line * (L + 2) * tokens + base
+            levels = level_weights(lams, tokens, valid, L, BITS)
+            attention = (scores * mask * levels).to(do.dtype.element_ty)
+            dP *= mask
+            both = scores * dP
+            dP *= levels
+            # A level's part of each row, by the same two tables that give the weights.
+            blocks_of_keys = tl.reshape(both, [C, C // 8, 8])
+            own_block = (row >> 3)[:, None] ^ tl.arange(0, C // 8)[None, :]
+            own_place = (row & 7)[:, None] ^ tl.arange(0, 8)[None, :]
+            far = tl.sum(blocks_of_keys, 2)
+            near = tl.sum(tl.where((own_block == 0)[:, :, None], blocks_of_keys, 0.0), 1)
+            row_gates = tl.zeros([C], tl.float32)
+            shared = tl.zeros([C], tl.float32)
+            for level in tl.static_range(BITS + 1):
+                if level < 4:
+                    least = (1 << level) >> 1
+                    dlam = tl.sum(tl.where((own_place >= least) & (own_place < 1 << level), near, 0.0), 1)
+                else:
+                    least = 1 << (level - 4)
+                    dlam = tl.sum(tl.where((own_block >= least) & (own_block < 2 * least), far, 0.0), 1)
+                if level > 0:
+                    row_gates += level_of(lams, level, row, tokens, valid, L) * dlam
+                if level < L - 1:
+                    tl.store(dlams + level * tokens.to(tl.int64) + row, dlam, mask=valid)
+                else:
+                    shared += dlam
+            if BITS >= L - 1:
+                tl.store(dlams + (L - 1).to(tl.int64) * tokens + row, shared, mask=valid)
+            both = tl.where(differ == 0, 0.0, both * levels)
+        else:
+            dP *= mask
+            attention = (scores * mask).to(do.dtype.element_ty)
+            both = tl.where(differ == 0, 0.0, scores * dP)
+            row_gates = tl.sum(both, 1)
+        dscores += dP
+        tl.store(sides + row, row_gates, mask=valid)
+        tl.store(sides + kind + row, tl.sum(both, 0), mask=valid)
+        for part in range(NV):
+            rv = part * BV + tl.arange(0, BV)
+            gradT = tl.load(
+                grads + row[None, :] * (H * V) + rv[:, None], mask=valid[None, :] & (rv[:, None] < V), other=0.0
             )
-            dquery = product(dscores, keys, PRECISION)
-            dqueries = dq + to + row[:, None] * (groups * K) + rb[None, :]
-            in_query = valid[:, None] & inner[None, :]
-            if MORE or half == 1:
-                dquery += tl.load(dqueries, mask=in_query, other=0.0)
-            tl.store(dqueries, dquery, mask=in_query)
-            queryT = tl.load(
-                q + here + row[None, :] * (groups * K) + rb[:, None], mask=valid[None, :] & inner[:, None], other=0.0
-            )
-            dkeyT = product(queryT, dscores, PRECISION)
-            dkeys = dk + to + column[None, :] * (groups * K) + rb[:, None]
-            in_key = column_valid[None, :] & inner[:, None]
+            back = product(gradT, attention, PRECISION)
+            outputs = dv + (base * H + head) * V + row[None, :] * (H * V) + rv[:, None]
+            into = valid[None, :] & (rv[:, None] < V)
             if MORE:
-                dkeyT += tl.load(dkeys, mask=in_key, other=0.0)
-            tl.store(dkeys, dkeyT, mask=in_key)
-        tl.debug_barrier()
+                back += tl.load(outputs, mask=into, other=0.0).to(tl.float32)
+            tl.store(outputs, back.to(dv.dtype.element_ty), mask=into)
+
+    # Once for all heads, some of the K columns at a time.
+    dscores = (dscores * scale).to(do.dtype.element_ty)
+    for first_k in range(0, BK, KB):
+        rb = first_k + tl.arange(0, KB)
+        inner = rb < K
+        keys = tl.load(
+            k + here + row[:, None] * stride + rb[None, :],
+            mask=valid[:, None] & inner[None, :],
+            other=0.0,
+        )
+        dquery = product(dscores, keys, PRECISION)
+        dqueries = dq + to + row[:, None] * stride + rb[None, :]
+        in_query = valid[:, None] & inner[None, :]
+        if MORE:
+            dquery += tl.load(dqueries, mask=in_query, other=0.0)
+        tl.store(dqueries, dquery, mask=in_query)
+        queryT = tl.load(
+            q + here + row[None, :] * stride + rb[:, None], mask=valid[None, :] & inner[:, None], other=0.0
+        )
+        dkeyT = product(queryT, dscores, PRECISION)
+        dkeys = dk + to + row[None, :] * stride + rb[:, None]
+        in_key = valid[None, :] & inner[:, None]
+        if MORE:
+            dkeyT += tl.load(dkeys, mask=in_key, other=0.0)
+        tl.store(dkeys, dkeyT, mask=in_key)
 
 
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
 def pairs(
     q, k, v, do, cums, columns, dq, dk, dv, dcolumns, gates,
     documents, first, N, T, tiles_a_row, tokens, heads, head0, H, per_group, L,
-    scale, blocks, block0, heads_a_block,
+    scale, blocks, block0, heads_a_block, partials,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +199,7 @@ def pairs(
 
     One level for the whole square, so that mask and decays factor into one number a row and one a column. Without
     MORE, ``dq, dk, dv`` are begun here: zeros where nothing is added. Line ``L + 1`` of ``dcolumns`` takes the level
-    where it shares the last scale; sums over rows and columns go to ``gates[3]``.
+    where it shares the last scale; sums over rows and columns go to ``gates[2]``.
     """
     C: tl.constexpr = 1 << BITS
     KB: tl.constexpr = 64 if BK > 64 else BK
@@ -217,8 +216,6 @@ def pairs(
     in_group = per_group // heads_a_block
     group = (block0 + block) // in_group
     groups = H // per_group
-    rk = tl.arange(0, BK)
-    wide = rk < K
     row = tl.arange(0, C)
     # A document that begins with a tile's second chunk has no first one; a short one no second.
     valid = (row < length - begin) & (begin >= 0)
@@ -226,10 +223,9 @@ def pairs(
     base = start + begin
     here = (base * groups + group) * K
     step = C * groups * K
-    across = row[:, None] * (groups * K) + rk[None, :]
-    query = tl.load(q + here + step + across, mask=later_valid[:, None] & wide[None, :], other=0.0)
-    key = tl.load(k + here + across, mask=valid[:, None] & wide[None, :], other=0.0)
-    scores = (product(query, tl.trans(key), PRECISION) * scale).to(query.dtype)
+    stride = groups * K
+    scores = queries_by_keys(q + here + step, k + here, later_valid, valid, row, stride, C, K, KB, PRECISION)
+    scores = (scores * scale).to(do.dtype.element_ty)
     dscores = tl.zeros([C, C], tl.float32)
     kind = heads.to(tl.int64) * tokens
     for i in range(heads_a_block):
@@ -237,7 +233,7 @@ def pairs(
         head = head0 + local_head
         line = local_head.to(tl.int64)
         sums = cums + line * tokens + base
-        sides = gates + 3 * kind + line * tokens + base
+        sides = gates + 2 * kind + line * tokens + base
         values, grads = v + (base * H + head) * V, do + (base * H + head) * V + C * H * V
         dP = rows_by_columns(grads, values, later_valid, valid, row, row, H * V, C, C, V, BV, PRECISION)
         edge = tl.load(sums + C - 1, mask=(length - begin >= C) & (begin >= 0), other=0.0)
@@ -250,7 +246,7 @@ def pairs(
             lams = columns + (line * L + index) * tokens + base + C
             lam = tl.load(lams + row, mask=later_valid, other=0.0).to(tl.float32)
             own_line = tl.where(BITS + 1 < L - 1, BITS + 1, L + 1).to(tl.int64)
-            dlams = dcolumns + (line * (L + 3) + own_line) * tokens + base + C
+            dlams = dcolumns + (line * (L + 2) + own_line) * tokens + base + C
             tl.store(dlams + row, row_gates, mask=later_valid & (begin >= 0))
             row_gates *= lam
             incoming *= lam
@@ -263,7 +259,7 @@ def pairs(
             gradT = tl.load(
                 grads + row[None, :] * (H * V) + rv[:, None], mask=later_valid[None, :] & (rv[:, None] < V), other=0.0
             )
-            back = product((gradT * incoming[None, :]).to(query.dtype), scores, PRECISION) * outgoing[None, :]
+            back = product((gradT * incoming[None, :]).to(do.dtype.element_ty), scores, PRECISION) * outgoing[None, :]
             outputs = dv + (base * H + head) * V + row[None, :] * (H * V) + rv[:, None]
             inner = valid[None, :] & (rv[:, None] < V)
             if MORE:
@@ -273,13 +269,13 @@ def pairs(
                 tl.store(outputs + C * H * V, tl.zeros([BV, C], dv.dtype.element_ty), mask=later)
             tl.store(outputs, back.to(dv.dtype.element_ty), mask=inner)
 
-    to = (((block0 + block) % in_group) * tokens + base) * groups * K + group * K
-    dscores = (dscores * scale).to(query.dtype)
+    to = ((block0 + block) % in_group % partials * tokens + base) * groups * K + group * K
+    dscores = (dscores * scale).to(do.dtype.element_ty)
     for first_k in range(0, BK, KB):
         rb = first_k + tl.arange(0, KB)
         inner = rb < K
-        along = row[:, None] * (groups * K) + rb[None, :]
-        down = row[None, :] * (groups * K) + rb[:, None]
+        along = row[:, None] * stride + rb[None, :]
+        down = row[None, :] * stride + rb[:, None]
         later = later_valid[:, None] & inner[None, :]
         laterT = later_valid[None, :] & inner[:, None]
         earlier = valid[:, None] & inner[None, :]
@@ -306,7 +302,7 @@ def finish(
     """One program a tile of ``R = 2**TILE_BITS`` tokens and head: ``dg [tokens, H]`` and ``dlambda [tokens, H, L]``.
 
     ``dg_t`` sums over all pairs ``s < t <= u`` what the write at ``s`` adds through the read at ``u``. ``gates``
-    ``[6, heads, tokens]`` are three of ``inside``, one of ``pairs``, then rows and columns between tiles:
+    ``[5, heads, tokens]`` are two of ``inside``, one of ``pairs``, then rows and columns between tiles:
 
         passing                                 both outside the tile
         + sum_{u >= t} between rows             s before the tile
@@ -331,15 +327,14 @@ def finish(
     base = start + begin
     kind = heads.to(tl.int64) * tokens
     at = gates + line * tokens + base + row
-    to_end = tl.load(at, mask=valid, other=0.0) + tl.load(at + kind, mask=valid, other=0.0)
-    to_end -= tl.load(at + 2 * kind, mask=valid, other=0.0)
+    to_end = tl.load(at, mask=valid, other=0.0) - tl.load(at + kind, mask=valid, other=0.0)
     if R > 64:
-        to_end += tl.load(at + 3 * kind, mask=valid, other=0.0)
+        to_end += tl.load(at + 2 * kind, mask=valid, other=0.0)
     if MORE:
-        to_end += tl.load(at + 4 * kind, mask=valid, other=0.0)
+        to_end += tl.load(at + 3 * kind, mask=valid, other=0.0)
     gate = tl.cumsum(to_end, 0, reverse=True)
     if MORE:
-        outward = tl.load(at + 5 * kind, mask=valid, other=0.0)
+        outward = tl.load(at + 4 * kind, mask=valid, other=0.0)
         over = tl.cumsum(outward, 0) - outward
         for part in tl.static_range(PARTS):
             over += tl.load(passing + (line * tiles + tile) * PARTS + part)
@@ -351,12 +346,11 @@ def finish(
     tl.store(dg + base * H + head + row * H, gate.to(dg.dtype.element_ty), mask=valid)
     if LOGLINEAR:
         rl = tl.arange(0, BL)
-        lines = dcolumns + line * (L + 3) * tokens + base
+        lines = dcolumns + line * (L + 2) * tokens + base
         here = valid[:, None] & (rl[None, :] < L)
         dlam = tl.load(lines + rl[None, :].to(tl.int64) * tokens + row[:, None], mask=here, other=0.0)
         last = tl.load(lines + L.to(tl.int64) * tokens + row, mask=valid, other=0.0)
         last += tl.load(lines + (L + 1).to(tl.int64) * tokens + row, mask=valid, other=0.0)
-        last += tl.load(lines + (L + 2).to(tl.int64) * tokens + row, mask=valid, other=0.0)
         dlam = tl.where(rl[None, :] == L - 1, dlam + last[:, None], dlam)
         to = dscales + (base * H + head) * L + row[:, None] * (H * L) + rl[None, :]
         tl.store(to, dlam.to(dscales.dtype.element_ty), mask=here)
