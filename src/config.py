@@ -17,9 +17,9 @@ from src import runs
 from src.compose import CONFIGS, Layer, groups, resolve, resolve_layers
 from src.config_help import render
 from src.errors import UserError
-from src.ops.checks import KernelError
 from src.files import read_yaml, to_yaml, write_text
 from src.model import ModelConfig
+from src.ops.checks import KernelError
 from src.optim import OptimConfig
 from src.options import asdict, one_line
 from src.registry import DATA, MIXERS

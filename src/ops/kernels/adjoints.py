@@ -201,7 +201,7 @@ def carry(
     pid = tl.program_id(0)
     local_head = pid % heads
     n = pid // heads
-    start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
+    _, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
     tile0 = chunk0 >> SP
     end = chunk0 * 64 + length
     whole = (end >> TILE_BITS) - tile0

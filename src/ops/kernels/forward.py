@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from src.ops.kernels.states import VARYING
-from src.ops.kernels.tiles import level_weights, bit_length, bit_of, decay, document_at, document_of, product, reads
+from src.ops.kernels.tiles import bit_length, bit_of, decay, document_at, document_of, level_weights, product, reads
 
 
 @triton.jit(do_not_specialize=[*VARYING, "scale", "blocks", "block0", "heads_a_block"])
@@ -47,7 +47,6 @@ def output(
     inside = tl.arange(0, C)
     valid = (inside >= -begin) & (inside < length - begin)
     base = start + begin
-    differ = inside[:, None] ^ inside[None, :]
     causal = (inside[:, None] >= inside[None, :]) & valid[None, :]
 
     query = tl.load(

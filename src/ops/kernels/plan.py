@@ -93,7 +93,7 @@ def layout_for(x: Tensor, documents: Tensor | None, max_chunk: int, plan: Plan) 
     if documents is None:
         return dense
     N = documents.shape[1]
-    start, length, chunk0 = documents
+    _, length, chunk0 = documents
     tile0 = chunk0 >> plan.pair
     counts = ((chunk0 * CHUNK_SIZE + length + tile - 1) >> bits) - tile0
     counts = torch.where(length > 0, counts, 0)

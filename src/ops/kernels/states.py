@@ -228,7 +228,7 @@ def scan(
     part = pid % PARTS
     local_head = (pid // PARTS) % heads
     n = pid // (PARTS * heads)
-    start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
+    _, length, _, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
     count = (length + R - 1) // R
     at = part * BLOCK + tl.arange(0, BLOCK)
     slots = local_head.to(tl.int64) * tiles + before

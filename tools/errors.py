@@ -1,0 +1,123 @@
+"""Check every kernel configuration against fp64 on this GPU: ``python -m tools.errors``.
+
+A configuration is what kernels are compiled for: operator, dtype, block sizes (head dims padded to powers of two),
+rows or packed documents. Each is run on fresh random inputs, output and all gradients are compared with the T x T
+form in fp64, and the table says the relative error ``||x - ref|| / ||ref||`` of each. The exit status is 1 if any is
+above the bound: 1e-2 in bf16, 1e-5 in fp32. Processes compile side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+BOUNDS = {"bfloat16": 1e-2, "float32": 1e-5}
+COLUMNS = ("output", "q", "k", "v", "g", "level_scales")
+KEY_DIMS = (16, 32, 64, 128, 256)
+VALUE_DIMS = (16, 32, 64, 128)
+OTHERS = ((48, 80), (80, 48), (112, 208), (192, 384), (256, 512))
+"""Head dims between the powers of two, and the largest."""
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: str
+    dtype: str
+    K: int
+    V: int
+    packed: bool
+    T: int = 333
+
+
+def cases() -> list[Case]:
+    dims = [(K, V) for K in KEY_DIMS for V in VALUE_DIMS] + list(OTHERS)
+    return [
+        Case(operator, dtype, K, V, packed)
+        for operator in ("loglinear_ssd", "ssd")
+        for dtype in BOUNDS
+        for K, V in sorted(dims, reverse=True)  # what takes longest to compile first
+        for packed in (False, True)
+    ]
+
+
+def errors(case: Case, seed: int) -> dict[str, float]:
+    """Relative errors of output and gradients; documents of 0, 1 and 15 tokens among the packed ones."""
+    from src import ops
+    from src.ops.kernels.check import errors_of
+
+    torch.manual_seed(seed)
+    H, G, T, dtype = 4, 2, case.T, getattr(torch, case.dtype)
+    given = {
+        "q": torch.randn(1, T, G, case.K).to(dtype),
+        "k": torch.nn.functional.normalize(torch.randn(1, T, G, case.K), dim=-1).to(dtype),
+        "v": torch.randn(1, T, H, case.V).to(dtype),
+        "g": -0.2 * torch.rand(1, T, H),
+    }
+    if case.operator == "loglinear_ssd":
+        given["scales"] = torch.rand(1, T, H, ops.num_levels(T))
+    given = {name: x.cuda() for name, x in given.items()}
+    cu_seqlens = torch.tensor([0, 0, 1, 16, 16, 150, T]).cuda() if case.packed else None
+
+    def run(q, k, v, g, scales, cu_seqlens):
+        rest = () if scales is None else (scales,)
+        return getattr(ops, case.operator)(q, k, v, g, *rest, cu_seqlens=cu_seqlens, backend="triton")[0]
+
+    return {name.removeprefix("gradient of "): x for name, x in errors_of(run, given, cu_seqlens, True).items()}
+
+
+def attempt(work: tuple[Case, int]) -> tuple[Case, dict[str, float] | str]:
+    try:
+        return work[0], errors(*work)
+    except Exception as error:  # one configuration that fails must not hide the others
+        return work[0], f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.errors", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--csv", type=Path, default=None, metavar="FILE", help="write the table here")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--seed", type=int, default=None, help="of the inputs; default: a fresh one")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    seed = int.from_bytes(os.urandom(3), "little") if options.seed is None else options.seed
+    todo = cases()
+    rows, wrong = [], []
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=8) as pool:
+        for case, result in pool.imap_unordered(attempt, [(case, seed) for case in todo]):
+            found = result if isinstance(result, dict) else {}
+            row = {**asdict(case), **{name: f"{found[name]:.1e}" for name in found}}
+            if not found or not all(x <= BOUNDS[case.dtype] for x in found.values()):
+                wrong.append(f"{case}: {result}")
+            rows.append(row)
+            print(f"\r{len(rows)} of {len(todo)} configurations", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    rows.sort(key=lambda row: (row["operator"], row["dtype"], row["packed"], row["K"], row["V"]))
+    names = ["operator", "dtype", "K", "V", "packed", "T", *COLUMNS]
+    if options.csv:
+        with options.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+    print(f"{'operator':<15}{'dtype':<10}{'configurations':>15}" + "".join(f"{name:>14}" for name in COLUMNS))
+    for operator in ("ssd", "loglinear_ssd"):
+        for dtype in BOUNDS:
+            mine = [row for row in rows if row["operator"] == operator and row["dtype"] == dtype]
+            largest = [max((float(row[n]) for row in mine if n in row), default=None) for n in COLUMNS]
+            shown = "".join(f"{'' if x is None else f'{x:.1e}':>14}" for x in largest)
+            print(f"{operator:<15}{dtype:<10}{len(mine):>15}{shown}")
+    print(f"largest error of each; seed {seed}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for line in wrong:
+        print(f"wrong: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
