@@ -50,7 +50,7 @@ def cases() -> list[Case]:
 def errors(case: Case, seed: int) -> dict[str, float]:
     """Relative errors of output and gradients; documents of 0, 1 and 15 tokens among the packed ones."""
     from src import ops
-    from src.ops.kernels.check import errors_of
+    from src.ops.reference import parallel
 
     torch.manual_seed(seed)
     H, G, T, dtype = 4, 2, case.T, getattr(torch, case.dtype)
@@ -61,15 +61,17 @@ def errors(case: Case, seed: int) -> dict[str, float]:
         "g": -0.2 * torch.rand(1, T, H),
     }
     if case.operator == "loglinear_ssd":
-        given["scales"] = torch.rand(1, T, H, ops.num_levels(T))
-    given = {name: x.cuda() for name, x in given.items()}
+        given["level_scales"] = torch.rand(1, T, H, ops.num_levels(T))
+    given = {name: x.cuda().requires_grad_() for name, x in given.items()}
+    exact = {name: x.detach().double().requires_grad_() for name, x in given.items()}
     cu_seqlens = torch.tensor([0, 0, 1, 16, 16, 150, T]).cuda() if case.packed else None
-
-    def run(q, k, v, g, scales, cu_seqlens):
-        rest = () if scales is None else (scales,)
-        return getattr(ops, case.operator)(q, k, v, g, *rest, cu_seqlens=cu_seqlens, backend="triton")[0]
-
-    return {name.removeprefix("gradient of "): x for name, x in errors_of(run, given, cu_seqlens, True).items()}
+    o, _ = getattr(ops, case.operator)(**given, cu_seqlens=cu_seqlens, backend="triton")
+    reference = parallel(**exact, cu_seqlens=cu_seqlens)
+    weight = torch.randn_like(o)
+    got = torch.autograd.grad(o, list(given.values()), weight)
+    expected = torch.autograd.grad(reference, list(exact.values()), weight.double())
+    pairs = {"output": (o, reference), **{n: (a, b) for n, a, b in zip(given, got, expected, strict=True)}}
+    return {name: float((a.double() - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
 
 
 def attempt(work: tuple[Case, int]) -> tuple[Case, dict[str, float] | str]:

@@ -17,8 +17,9 @@ import triton
 from torch import Tensor
 
 from src.ops.checks import KernelError
+from src.ops.chunks import document_of
+from src.ops.fenwick import level_matrix
 from src.ops.kernels.launch import INTERPRETED
-from src.ops.reference import parallel
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Relative errors above are wrong, not rounded: sound kernels stay ten times below."""
@@ -66,24 +67,56 @@ def problem(T: int, K: int, V: int, L: int | None, dtype: torch.dtype, device: t
     return {name: x.to(device) for name, x in made.items()}
 
 
-def errors_of(run: Callable, given: dict[str, Tensor], cu_seqlens: Tensor | None, gradients: bool) -> dict[str, float]:
-    """Relative errors of ``run(q, k, v, g, scales, cu_seqlens)`` against fp64, output and gradients."""
-    with torch.enable_grad():
-        tensors = {name: x.detach().requires_grad_(gradients) for name, x in given.items()}
-        exact = {name: x.detach().double().requires_grad_(gradients) for name, x in given.items()}
-        o = run(*(tensors.get(name) for name in ("q", "k", "v", "g", "scales")), cu_seqlens)
-        scales = {"level_scales": exact["scales"]} if "scales" in exact else {}
-        rest = {name: x for name, x in exact.items() if name != "scales"}
-        reference = parallel(**rest, **scales, cu_seqlens=cu_seqlens)
-        errors = {"output": _error(o, reference)}
-        if gradients:
-            weight = torch.cos(torch.arange(o.numel(), device=o.device)).view_as(o).to(o.dtype)
-            got = torch.autograd.grad(o, list(tensors.values()), weight)
-            expected = torch.autograd.grad(reference, list(exact.values()), weight.double())
-            for name, a, b in zip(tensors, got, expected, strict=True):
-                errors[f"gradient of {'level_scales' if name == 'scales' else name}"] = _error(a, b)
-    return {name: float(x) for name, x in errors.items()}
+def exact(given: dict[str, Tensor], do: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+    """Output and gradients of a :func:`problem` in fp64, ``A = P * D * M`` as a whole square.
+
+    By hand: a check may run inside a backward pass, where autograd cannot be asked.
+    """
+    q, k, v, g, do = (x[0].double().transpose(0, 1) for x in (*(given[n] for n in ("q", "k", "v", "g")), do))
+    T, device = v.shape[1], v.device
+    token = torch.arange(T, device=device)
+    lower = token[:, None] >= token
+    start = torch.zeros(T, dtype=torch.int64, device=device)
+    if cu_seqlens is not None:
+        owner = document_of(token, cu_seqlens.long())
+        lower &= owner[:, None] == owner
+        start = cu_seqlens.long()[owner]
+    G = g.cumsum(-1)
+    D = torch.where(lower, (G[:, :, None] - G[:, None, :]).masked_fill(~lower, 0).exp(), 0)
+    P = q @ k.mT
+    level = level_matrix(T, device) if cu_seqlens is None else _levels(token - start)
+    M = torch.ones_like(D)
+    if "scales" in given:
+        scales = given["scales"][0].double().transpose(0, 1)
+        level = level.clamp(max=scales.shape[-1] - 1).expand_as(D)
+        M = scales.gather(-1, level)
+    A = P * D * M
+    dA = do @ v.mT
+    dP = (dA * D * M).sum(0, keepdim=True)
+    W = (dA * A).tril(-1)
+    made = {"output": A @ v, "q": dP @ k, "k": dP.mT @ q, "v": A.mT @ do}
+    made["g"] = (W.sum(-1) - W.sum(-2)).flip(-1).cumsum(-1).flip(-1)
+    if "scales" in given:
+        made["scales"] = torch.zeros_like(scales).scatter_add_(-1, level, dA * P * D)
+    return {name: x.transpose(0, 1)[None] for name, x in made.items()}
 
 
-def _error(x: Tensor, reference: Tensor) -> Tensor:
-    return (x.detach().double() - reference.detach()).norm() / reference.detach().norm()
+def _levels(position: Tensor) -> Tensor:
+    """``bit_length(t XOR s)`` of all pairs."""
+    differ = position[:, None] ^ position
+    return (differ[..., None] >= 2 ** torch.arange(20, device=position.device)).sum(-1)
+
+
+def errors(
+    given: dict[str, Tensor], cu_seqlens: Tensor | None, forward: Callable, backward: Callable | None
+) -> dict[str, float]:
+    """Relative errors against fp64 of ``forward(given)`` and, if there is one, ``backward(do, given)``."""
+    o = forward(given)
+    do = torch.cos(torch.arange(o.numel(), device=o.device)).view_as(o).to(o.dtype)
+    reference = exact(given, do, cu_seqlens)
+    made = {"output": o, **({} if backward is None else backward(do, given))}
+    found = {}
+    for name, x in made.items():
+        error = (x.double() - reference[name]).norm() / reference[name].norm()
+        found[name if name == "output" else f"gradient of {'level_scales' if name == 'scales' else name}"] = error
+    return {name: float(x) for name, x in found.items()}

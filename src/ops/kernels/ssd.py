@@ -210,14 +210,18 @@ def _trust(v: Tensor, k: Tensor, scales: Tensor | None, documents: Tensor | None
         T = tile - 5 if short else 2 * tile + 77
         given = check.problem(T, K, V, L, v.dtype, v.device)
         cu_seqlens = None if documents is None else torch.tensor([0, T // 3, T], device=v.device)
-        return check.errors_of(_plain, given, cu_seqlens, gradients)
+        packing = None if documents is None else documents_of(cu_seqlens)
+
+        def rest(x: dict[str, Tensor]) -> tuple:
+            return x["q"], x["k"], x["v"], x["g"], x.get("scales"), packing, None, 1.0, 0
+
+        def backward(do: Tensor, x: dict[str, Tensor]) -> dict[str, Tensor]:
+            made = ssd_backward(do, None, *rest(x))
+            return dict(zip(x, made, strict=False))  # the order of both is q, k, v, g, scales
+
+        return check.errors(given, cu_seqlens, lambda x: ssd_forward(*rest(x), -1)[0], backward if gradients else None)
 
     check.ensure(kind, run, v.dtype)
-
-
-def _plain(q, k, v, g, scales, cu_seqlens):
-    documents = None if cu_seqlens is None else documents_of(cu_seqlens)
-    return ssd_forward(q, k, v, g, scales, documents, None, 1.0, 0, -1)[0]
 
 
 def documents_of(cu_seqlens: Tensor) -> Tensor:
