@@ -7,15 +7,30 @@ tensors there are, of which dtype, at which alignment (no integer is specialised
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import torch
 import triton
-from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on CPU tensors: ``TRITON_INTERPRET=1`` when Triton was imported."""
 
+
+class _Names:
+    """What a kernel names: all its arguments, its constants, and where its pointers stand among all."""
+
+    def __init__(self, kernel, arguments: dict) -> None:
+        names = kernel.arg_names
+        constant = {p.name for p in kernel.params if p.is_constexpr}
+        self.all = itemgetter(*names)
+        self.constants = itemgetter(*[name for name in names if name in constant])
+        self.pointers = [
+            i for i, n in enumerate(names) if n not in constant and not isinstance(arguments[n], int | float)
+        ]
+
+
+_names: dict[int, _Names] = {}
 _compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
-_constants: dict[int, tuple[str, ...]] = {}
 
 
 def launch(kernel, programs: int, arguments: dict, *, warps: int, stages: int, registers: int | None = None) -> None:
@@ -23,26 +38,27 @@ def launch(kernel, programs: int, arguments: dict, *, warps: int, stages: int, r
 
     ``registers`` bounds those of a thread, so that more programs run at a time.
     """
-    ordered = [arguments[name] for name in kernel.arg_names]
     if INTERPRETED:
-        kernel[(programs,)](*ordered)
+        kernel[(programs,)](*[arguments[name] for name in kernel.arg_names])
         return
-    names = _constants.get(id(kernel))
+    number = id(kernel)
+    names = _names.get(number)
     if names is None:
-        names = _constants[id(kernel)] = tuple(p.name for p in kernel.params if p.is_constexpr)
+        names = _names[number] = _Names(kernel, arguments)
+    ordered = list(names.all(arguments))
     kinds = []
-    for i, x in enumerate(ordered):
-        if isinstance(x, Tensor):
-            address = x.data_ptr()
-            kinds.append((x.dtype, address % 16))
-            ordered[i] = address  # the launcher asks the driver about a tensor, but takes an address as it is
-        else:
-            kinds.append(x is None)
-    key = (id(kernel), torch.cuda.current_device(), *[arguments[name] for name in names], *kinds)
+    for i in names.pointers:
+        x = ordered[i]
+        if x is None:
+            kinds.append(None)
+            continue
+        address = x.data_ptr()
+        kinds.append(x.dtype if address % 16 == 0 else (x.dtype, "unaligned"))
+        ordered[i] = address  # the launcher asks the driver about a tensor, but takes an address as it is
+    key = (number, torch.cuda.current_device(), names.constants(arguments), *kinds)
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(programs, 1, 1)](*ordered)
         return
     options = {} if registers is None else {"maxnreg": registers}
-    ordered = [arguments[name] for name in kernel.arg_names]
-    _compiled[key] = kernel[(programs,)](*ordered, num_warps=warps, num_stages=stages, **options)
+    _compiled[key] = kernel[(programs,)](*names.all(arguments), num_warps=warps, num_stages=stages, **options)

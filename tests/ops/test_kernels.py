@@ -1,0 +1,157 @@
+"""The kernels of ``ssd`` and ``loglinear_ssd`` against fp64, on outputs and on every gradient."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from src.ops.kernels import ssd
+from src.ops.kernels.plan import Plan
+from src.ops.reference import parallel
+from tests.ops.helpers import assert_close, assert_same_with_gradients, inputs, leaves
+from tests.ops.kernels import DEVICE, FAMILIES, SCALE, assert_exact, both, deal, run
+
+pytestmark = pytest.mark.usefixtures("pair", "poisoned")
+
+LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 333]
+ONE_KIND = pytest.mark.parametrize("pair", [1], indirect=True)
+"""Where tiles of one chunk take the same code: tiles of two take all of it."""
+LONG = [
+    *(pytest.param(T, marks=pytest.mark.slow) for T in (500, 1000, 1024)),
+    pytest.param(4097, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("T", LENGTHS + LONG)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lengths(family: str, T: int, seed: int) -> None:
+    assert_exact(family, inputs(family, T, H=1, V=32))
+
+
+@pytest.mark.parametrize("cuts", [[0, 0, 1, 16, 81, 81, 210, 270], [0, 64, 128, 320, 320]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents(family: str, cuts: list[int], seed: int) -> None:
+    assert_exact(family, inputs(family, cuts[-1], H=1, V=32, L=5 if cuts[1] == 0 else 9), cuts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_a_batch(family: str, seed: int) -> None:
+    assert_exact(family, inputs(family, 130, B=3, H=1))
+
+
+@ONE_KIND
+@pytest.mark.parametrize(
+    ("family", "G", "H", "heads_a_block"),
+    [
+        ("loglinear_ssd", 1, 1, 1),
+        ("loglinear_ssd", 1, 4, 1),
+        ("loglinear_ssd", 1, 4, 4),
+        ("loglinear_ssd", 2, 4, 1),
+        ("loglinear_ssd", 2, 4, 2),
+        ("loglinear_ssd", 3, 3, 1),
+        ("ssd", 1, 4, 2),
+        ("ssd", 2, 4, 1),
+    ],
+)
+def test_groups(family: str, G: int, H: int, heads_a_block: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a group in one program, in two, in one each."""
+    deal(monkeypatch, heads_a_block)
+    assert_exact(family, inputs(family, 140, G=G, H=H))
+
+
+@ONE_KIND
+@pytest.mark.parametrize(("K", "V"), [(48, 80), (80, 16), pytest.param(256, 512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_dims(family: str, K: int, V: int, seed: int) -> None:
+    """Padded to powers of two inside; more than 64 columns of q and k take several products."""
+    assert_exact(family, inputs(family, 140, K=K, V=V, H=1))
+
+
+@ONE_KIND
+@pytest.mark.parametrize(("family", "V", "block"), [("ssd", 80, 128), ("ssd", 48, 32), ("loglinear_ssd", 48, 32)])
+def test_values_that_do_not_fill_a_block(
+    family: str, V: int, block: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssd, "plan_for", lambda *_: Plan(1, 16, block, "ieee"))
+    assert_exact(family, inputs(family, 140, V=V, H=1))
+
+
+@pytest.mark.parametrize(("L", "T"), [(1, 140), (3, 140), (7, 140), (8, 260), (9, 260), (12, 70)])
+def test_last_scale_serves_all_higher_levels(L: int, T: int, seed: int) -> None:
+    """One scale for all levels, fewer than a chunk needs, than a tile, than the sequence, and more than enough."""
+
+    def enough(level_scales: Tensor, **rest) -> Tensor:
+        last = level_scales[..., -1:].expand(-1, -1, -1, 12)
+        return parallel(level_scales=torch.cat([level_scales, last], -1), **rest)
+
+    assert_exact("loglinear_ssd", inputs("loglinear_ssd", T, L=L, H=1), reference=enough)
+
+
+def test_scales_of_one_give_the_linear_model(seed: int) -> None:
+    given, _ = both(inputs("loglinear_ssd", 200, H=1))
+    given["level_scales"] = torch.ones_like(given["level_scales"])
+    base = {**given, "level_scales": None}
+    tensors = leaves(base)
+    assert_same_with_gradients(run("loglinear_ssd", given), run("ssd", base), tensors, 1e-5)
+
+
+@pytest.mark.parametrize("decay", [0.0, 10.0, 400.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_decay_and_strong_decay(family: str, decay: float, pair: int, seed: int) -> None:
+    """Mean log decay per step 0, -10 and -400, up to twice that, with some steps of 0 mixed in."""
+    arguments = inputs(family, 140, H=1, decay=decay)
+    arguments["g"] = torch.where(torch.rand_like(arguments["g"]) < 0.2, 0.0, arguments["g"])
+    # Sums of g over a tile are fp32, so an exponent is wrong by up to an ulp of the largest sum.
+    assert_exact(family, arguments, bound=1e-5 + (64 << pair) * 2 * decay * 2**-24)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_that_erase_everything(family: str, pair: int, seed: int) -> None:
+    """-20 a step: each token sees itself and e^-20 of the others; nothing overflows, here or in the gradients."""
+    given, exact = both(inputs(family, 70 << pair, H=1))
+    given["g"], exact["g"] = torch.full_like(given["g"], -20.0), torch.full_like(exact["g"], -20.0)
+    tensors, exact_tensors = leaves(given), leaves(exact)
+    assert_same_with_gradients(
+        run(family, given), parallel(**exact, scale=SCALE), tensors, 1e-5 + (64 << pair) * 20 * 2**-24, exact_tensors
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_document_cannot_reach_another(family: str, seed: int) -> None:
+    """The one in the middle is NaN, also in its tiles' gradients."""
+    arguments = inputs(family, 150, H=1, L=8)
+    for x in arguments.values():
+        if x is not None:
+            x[:, 5:75] = torch.nan
+    given, exact = both(arguments)
+    tensors, keep = leaves(given), [*range(5), *range(75, 150)]
+    o = run(family, given, cu_seqlens=torch.tensor([0, 5, 75, 75, 150], device=DEVICE))
+    rest = {name: None if x is None else x[:, keep].detach().requires_grad_() for name, x in exact.items()}
+    expected = parallel(**rest, scale=SCALE, cu_seqlens=torch.tensor([0, 5, 80], device=DEVICE))
+    assert_close(o[:, keep], expected, 1e-5, "output")
+    weight = torch.randn_like(expected)
+    grads = torch.autograd.grad(o[:, keep], list(tensors.values()), weight.float())
+    wanted = torch.autograd.grad(expected, [x for x in rest.values() if x is not None], weight)
+    for name, a, b in zip(tensors, grads, wanted, strict=True):
+        assert_close(a[:, keep], b, 1e-5, f"gradient of {name}")
+
+
+@ONE_KIND
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_runs_are_bit_equal(family: str, seed: int) -> None:
+    given, _ = both(inputs(family, 140))
+    tensors = leaves(given)
+    weight = torch.randn_like(given["v"])
+    runs = []
+    for _ in range(2):
+        o = run(family, given)
+        runs.append([o, *torch.autograd.grad(o, list(tensors.values()), weight)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_does_not_reach_inside(family: str, seed: int) -> None:
+    given, _ = both(inputs(family, 70, H=1))
+    plain = run(family, given)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        under = run(family, given)
+    assert torch.equal(plain, under)
