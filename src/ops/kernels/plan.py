@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -63,54 +63,43 @@ def plan_for(dtype: torch.dtype, K: int, V: int) -> Plan:
     if dtype == torch.float32:
         # Products without tensor cores: small blocks, or shared memory runs out.
         return Plan(0, BK, min(BV, 64 if BK <= 64 else 32), "ieee")
-    return Plan(int(BK <= 128), BK, min(BV, 64), "tf32")
+    # Never fewer than 64 columns: tensor cores read 128 bytes a row of an operand, and Triton 3.6 reserves no shared
+    # memory for what they read behind a narrower one (docs/kernels.md).
+    return Plan(int(BK <= 128), max(BK, 64), 64, "tf32")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tiles of one call. ``documents [3, N]`` and ``first [N + 1]`` as in ``tiles.py``, None without packing."""
+    """Tiles of one call: at most so many, in trees of at most so many levels, over ``count`` documents or rows."""
 
-    documents: Tensor | None
-    first: Tensor | None
     count: int
-    rows: int
-    seq_len: int
+    tokens: int
     tiles_a_row: int
     tiles: int
     tree_levels: int
 
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.seq_len
 
-
-def layout_for(x: Tensor, documents: Tensor | None, max_chunk: int, plan: Plan) -> Layout:
-    """Of ``x [B, T, …]``; ``max_chunk`` bounds the documents' first chunks."""
-    rows, seq_len = x.shape[:2]
-    tile, bits = plan.tile, plan.tile_bits
+def layout_for(rows: int, seq_len: int, documents: int | None, max_chunk: int, plan: Plan) -> Layout:
+    """``max_chunk`` bounds the documents' first chunks. Nothing depends on where documents end."""
+    tile, tokens = plan.tile, rows * seq_len
     longest = -(-seq_len // tile)
-    dense = Layout(None, None, rows, rows, seq_len, longest, rows * longest, longest.bit_length())
     if documents is None:
-        return dense
-    N = documents.shape[1]
-    _, length, chunk0 = documents
-    tile0 = chunk0 >> plan.pair
-    counts = ((chunk0 * CHUNK_SIZE + length + tile - 1) >> bits) - tile0
-    counts = torch.where(length > 0, counts, 0)
-    first = torch.zeros(N + 1, dtype=torch.int32, device=x.device)
-    torch.cumsum(counts, 0, out=first[1:], dtype=torch.int32)
+        return Layout(rows, tokens, longest, rows * longest, longest.bit_length())
     # Each document may cut one tile at its end, and begin in the middle of one.
     offset = CHUNK_SIZE * plan.pair if max_chunk else 0
-    tiles = (seq_len * rows + N * offset) // tile + N
+    tiles = (tokens + documents * offset) // tile + documents
     most = (max_chunk >> plan.pair) + (seq_len + offset) // tile + 1
-    return replace(
-        dense,
-        documents=documents.contiguous(),
-        first=first,
-        count=N,
-        tiles=tiles,
-        tree_levels=most.bit_length(),
-    )
+    return Layout(documents, tokens, longest, tiles, most.bit_length())
+
+
+def first_tiles(documents: Tensor, plan: Plan) -> Tensor:
+    """``[N + 1]`` int32: the first tile of each document, and how many there are."""
+    _, length, chunk0 = documents
+    end = chunk0 * CHUNK_SIZE + length
+    counts = ((end + plan.tile - 1) >> plan.tile_bits) - (chunk0 >> plan.pair)
+    first = torch.zeros(len(length) + 1, dtype=torch.int32, device=documents.device)
+    torch.cumsum(torch.where(length > 0, counts, 0), 0, out=first[1:], dtype=torch.int32)
+    return first
 
 
 @dataclass(frozen=True)
