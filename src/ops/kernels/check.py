@@ -7,6 +7,7 @@ the call itself would need anyway.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -32,8 +33,12 @@ def ensure(kind: tuple, run: Callable[[], dict[str, float]], dtype: torch.dtype)
     if INTERPRETED or kind in _checked or torch.cuda.is_current_stream_capturing():
         return
     _checked.add(kind)  # before it runs, since it makes such a call itself
-    errors = run()
-    worst = max(errors, key=lambda name: -1.0 if errors[name] <= BOUNDS[dtype] else errors[name])
+    try:
+        errors = run()
+    except BaseException:
+        _checked.discard(kind)
+        raise
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     if not errors[worst] <= BOUNDS[dtype]:
         _checked.discard(kind)
         raise KernelError(
