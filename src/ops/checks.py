@@ -44,7 +44,7 @@ def check_float(name: str, x: Tensor) -> None:
 
 
 def check_length(seq_len: int, cu_seqlens: Tensor | None) -> None:
-    if seq_len < 1 and cu_seqlens is None:
+    if seq_len < 1:
         raise ValueError(f"sequences must have at least one token, got T={seq_len}")
 
 

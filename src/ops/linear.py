@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from src.ops.checks import check_recurrent, check_state, check_state_tensor
 from src.ops.chunked import chunked
@@ -130,8 +131,14 @@ def _without_kernels(v: Tensor, beta: Tensor | None) -> str:
         return "has no kernels for the delta rule"
     if v.dtype == torch.float64:
         return "computes in fp32: it takes float32 and bfloat16, got float64"
+    if forward_ad._current_level >= 0:
+        return "has no forward-mode derivatives"
     if find_spec("triton") is None:
         return "needs the package triton"
-    if not v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a CUDA device (or TRITON_INTERPRET=1, to interpret kernels slowly), got {v.device}"
+    if v.is_cuda:
+        return ""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device (or TRITON_INTERPRET=1, to interpret kernels slowly in float32), got {v.device}"
+    if v.dtype != torch.float32:
+        return "interprets float32 only (the interpreter's bfloat16 products are wrong), got bfloat16"
     return ""

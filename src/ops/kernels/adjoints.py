@@ -47,7 +47,7 @@ def adjoint(
         start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
         i = width - 1
         if order > 0:
-            rank = bit_of(1 << (bit_length(order) - 1))
+            rank = bit_length(order) - 1
             i = (2 * (order - (1 << rank)) + 1) * (width >> (rank + 1)) - 1
     tile0 = chunk0 >> SP
     A = tile0 + i

@@ -61,18 +61,25 @@ def _linear(q, k, v, g, scale, old, return_state, cu_seqlens):
 
 def _continued(q, k, v, g, scales, scale, old, return_state, cu_seqlens):
     """The tokens of the state's unfinished chunk come first, so that every document begins at a chunk boundary."""
-    chunks = packed_chunks(v, cu_seqlens, old.positions, old.max_position, keep_last=return_state)
+    bound = old.max_position
+    if old.in_place:  # decoding may have gone on behind what was asked for: as far as the levels reach
+        bound = max(bound, (CHUNK_SIZE << len(old.levels)) - 1)
+    chunks = packed_chunks(v, cu_seqlens, old.positions, bound, keep_last=return_state)
     q, scales = chunks.gather(q), chunks.gather(scales)
     k, v, g = (chunks.gather(x, raw) for x, raw in ((k, old.k), (v, old.v), (g, old.g)))
     seen = chunks.seq_len if cu_seqlens is None else cu_seqlens.diff().long()
-    documents = torch.stack([chunks.first * CHUNK_SIZE, old.positions % CHUNK_SIZE + seen, old.positions >> CHUNK_BITS])
+    documents = torch.stack(
+        [
+            chunks.first * CHUNK_SIZE,
+            old.positions % CHUNK_SIZE + seen,
+            (old.positions >> CHUNK_BITS).clamp(max=bound >> CHUNK_BITS),
+        ]
+    )
     flat = [x.flatten(0, 1)[None] for x in (q, k, v, g, scales)]
-    most = old.max_position + chunks.seq_len
+    most = bound + chunks.seq_len
     capacity = max((most >> CHUNK_BITS).bit_length(), scales.shape[-1] - CHUNK_LEVELS, len(old.levels))
     roots = old.levels if len(old.levels) else None
-    o, levels = ssd_forward(
-        *flat, documents, roots, scale, old.max_position >> CHUNK_BITS, capacity if return_state else -1
-    )
+    o, levels = ssd_forward(*flat, documents, roots, scale, bound >> CHUNK_BITS, capacity if return_state else -1)
     o = chunks.scatter(o[0].unflatten(0, (-1, CHUNK_SIZE)))
     if not return_state:
         return o, None

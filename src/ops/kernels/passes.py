@@ -48,10 +48,10 @@ class Pass:
         """Up to the states that tiles read; ``levels`` (None: not wanted) takes those that live at the end."""
         sizes, given = self.sizes, self.given
         state = {"levels": levels, "STATE": levels is not None}
-        half = levels is not None and sizes.loglinear and sizes.plan.pair == 1
+        has_half = levels is not None and sizes.loglinear and sizes.plan.pair == 1
         parts = sizes.value_blocks if self.more else 1
         BV = given["BV"] if self.more else triton.next_power_of_2(sizes.V)
-        half = {"half": levels if half else None, "HALF": half}
+        half = {"half": levels if has_half else None, "HALF": has_half}
         self.run(states.prepare, sizes.layout.tiles * self.heads * parts, leaves=given["nodes"], BV=BV, **half)
         if not self.more:
             return
@@ -61,7 +61,7 @@ class Pass:
         programs = self._sweep_programs()
         size = sizes.K * sizes.V
         scratch = {
-            "stack": self.new(sizes.layout.count, self.heads, sizes.J, size),
+            "stack": self.new(self.heads, sizes.entries, size),
             "kept": self.new(programs, sizes.J),
         }
         self.run(states.sweep, programs, **scratch, **state)
@@ -121,8 +121,8 @@ class Pass:
                 given["root_crossed"] = self.new(self.heads, tiles)
                 self.run(adjoints.root_adjoint, roots * parts, warps=plan.state_warps)
         self.run(between.rows, tiles * self.blocks, row_gates=gates[3], warps=8)
-        half = given["STATE"] and sizes.loglinear and plan.pair == 1
-        half = {"dhalf": given["dlevels"] if half else None, "HALF": half}
+        has_half = given["STATE"] and sizes.loglinear and plan.pair == 1
+        half = {"dhalf": given["dlevels"] if has_half else None, "HALF": has_half}
         self.run(between.columns_back, tiles * self.blocks, column_gates=gates[4], **half, warps=8)
         if not sizes.loglinear:
             return crossing

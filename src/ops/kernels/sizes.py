@@ -37,9 +37,14 @@ class Sizes:
         self.J = at.tree_levels + 1
         self.value_blocks = -(-V // plan.value_block)
         self.more = more or plan.tile < T
+        # Levels of all documents' trees: each needs J of them, or one more than it has tiles.
+        by_tiles = max_chunk == 0 and at.tiles + at.count < at.count * self.J
+        self.entries = at.tiles + at.count if by_tiles else at.count * self.J
         passes = 1
         if backward and self.more:
             a_token = 4 * (2 * self.L + 10) + 2 * K * V * dtype.itemsize // plan.tile
+            if self.loglinear:
+                a_token += 4 * K * V * self.entries // at.tokens
             of_v = at.tokens * H * V * dtype.itemsize
             passes = math.ceil(a_token * at.tokens * H / max(SCRATCH_BYTES, SCRATCH * of_v))
         work = work_for(H, G, at.tiles, passes)
@@ -59,6 +64,7 @@ class Sizes:
             "P": plan.pair, "BITS": CHUNK_BITS, "R": plan.tile, "TILE_BITS": plan.tile_bits,
             "PARTS": 1 if self.loglinear else self.value_blocks, "WIDTH": 32,
             "LOGLINEAR": self.loglinear, "PRECISION": plan.precision,
+            "entries": self.entries, "ROOM": int(by_tiles),
             "LEAVES": self.more, "NODES": self.more, "MORE": self.more,
         }  # fmt: skip
 

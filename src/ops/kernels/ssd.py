@@ -144,6 +144,7 @@ def ssd_backward(
             part = Pass(sizes, tensors, block0, sizes.blocks_a_pass, roots)
             part.prepare(None)
             part.backward(do, dlevels, out)
+            del part  # its scratch goes before the next one's comes
     out["dq"], out["dk"] = out["dq"].sum(0).to(q.dtype), out["dk"].sum(0).to(k.dtype)
     return tuple(v.new_empty(0, dtype=torch.float32) if x is None else x for x in out.values())
 

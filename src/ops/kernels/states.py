@@ -19,7 +19,7 @@ import triton.language as tl
 
 from src.ops.kernels.tiles import bit_length, bit_of, decay, document_at, document_of, product
 
-VARYING = ["N", "T", "tiles_a_row", "tiles", "tokens", "heads", "head0", "H", "L", "J", "per_group"]
+VARYING = ["N", "T", "tiles_a_row", "tiles", "tokens", "heads", "head0", "H", "L", "J", "per_group", "entries"]
 """Sizes that no kernel is compiled anew for."""
 
 
@@ -118,14 +118,14 @@ def _leaf(nodes, totals, slots, i, count, at, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=VARYING)
 def sweep(
     nodes, totals, spans, since, stack, kept, levels, cums,
-    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, J,
+    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, J, entries,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
-    PACKED: tl.constexpr, STATE: tl.constexpr,
+    PACKED: tl.constexpr, STATE: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """One program a document, head and BLOCK of a state's SIZE elements: leaves become groups, left to right.
 
     ``spans [heads, J, tiles]``: the log decay over the group of ``2**j`` tiles that ends at a tile; ``since``
-    ``[heads, tiles]``: over the document before a tile. ``stack [N, heads, J, SIZE]`` and ``kept [programs, J]``:
+    ``[heads, tiles]``: over the document before a tile. ``stack [heads, entries, SIZE]`` and ``kept [programs, J]``:
     scratch, the newest left child of each level in fp32, so that sums are not rounded to the nodes' dtype on the
     way, and its log decay. ``levels [J', N, H, SIZE]`` (with STATE): the groups that are live at the document's
     last chunk boundary, as seen from there; those of whole tiles are stored here.
@@ -140,7 +140,11 @@ def sweep(
     whole = ((chunk0 * 64 + length) >> (6 + P)) - tile0
     at = part * BLOCK + tl.arange(0, BLOCK)
     slots = local_head.to(tl.int64) * tiles + before
-    own = stack + (n * heads + local_head).to(tl.int64) * J * SIZE + at
+    # A document of m tiles needs no more than m + 1 levels of its own.
+    mine = before + n
+    if ROOM == 0:
+        mine = n * J
+    own = stack + (local_head.to(tl.int64) * entries + mine) * SIZE + at
     own_span = kept + pid.to(tl.int64) * J
     spans += local_head.to(tl.int64) * J * tiles + before
     run = 0.0
