@@ -8,25 +8,56 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
-from src.ops.kernels import ssd
-from src.ops.kernels.plan import Work
+from src.ops.kernels import passes, sizes, ssd
+from src.ops.kernels.plan import Plan, Work
 from src.ops.reference import parallel
 from tests.ops.helpers import assert_same_with_gradients, leaves, operator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = ["ssd", "loglinear_ssd"]
 SCALE = 0.7
+ONE_KIND = pytest.mark.parametrize("pair", [1], indirect=True)
+"""Where tiles of one chunk take the same code: tiles of two take all of it."""
+LINEAR_ONCE = pytest.mark.parametrize(
+    ("family", "pair"), [("ssd", 1), ("loglinear_ssd", 0), ("loglinear_ssd", 1)], indirect=["pair"]
+)
+
+
+def change(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    """Other values for names of the kernels' modules; nothing that follows from the old ones is taken from a cache."""
+    monkeypatch.setattr(sizes, "_sizes", sizes.Sizes)
+    for name, value in values.items():
+        modules = [module for module in (sizes, passes, ssd) if hasattr(module, name)]
+        assert modules, name
+        for module in modules:
+            monkeypatch.setattr(module, name, value)
+
+
+def plan_of(monkeypatch: pytest.MonkeyPatch, pair: int, value_block: int) -> None:
+    """fp32 products by tiles of one chunk or two, so many values at a time."""
+    change(
+        monkeypatch,
+        plan_for=lambda dtype, K, V: Plan(pair, triton.next_power_of_2(K), value_block, "ieee"),
+    )
 
 
 def deal(monkeypatch: pytest.MonkeyPatch, heads_a_block: int, blocks_a_pass: int | None = None) -> None:
-    """Programs of so many heads, and passes of so many programs (None: one pass), whatever the sizes ask for."""
+    """Programs of so many heads, and backward passes of so many programs (None: all), whatever the sizes ask for."""
+    if blocks_a_pass:
+        little_scratch(monkeypatch)
 
     def work_for(heads: int, groups: int, units: int, passes: int) -> Work:
         return Work(heads_a_block, blocks_a_pass if blocks_a_pass and passes > 1 else heads // heads_a_block)
 
-    monkeypatch.setattr(ssd, "work_for", work_for)
+    change(monkeypatch, work_for=work_for)
+
+
+def little_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass takes as few heads at a time as it can."""
+    change(monkeypatch, SCRATCH=1e-9, SCRATCH_BYTES=1)
 
 
 def both(
@@ -54,9 +85,11 @@ def assert_exact(
     bound: float = 1e-5,
     dtype: torch.dtype = torch.float32,
     reference: Callable[..., Tensor] = parallel,
+    place: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> None:
-    """Outputs and every gradient against the whole T x T matrix in fp64."""
+    """Outputs and every gradient against the whole T x T matrix in fp64; ``place`` lays out what the kernels get."""
     given, exact = both(arguments, dtype)
+    given = {name: None if x is None else place(x) for name, x in given.items()}
     tensors, exact_tensors = leaves(given), leaves(exact)
     cu = None if cuts is None else torch.tensor(cuts, device=DEVICE)
     expected = reference(**exact, scale=SCALE, cu_seqlens=cu)

@@ -4,17 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.ops.kernels import ssd
-from src.ops.kernels.plan import Plan
 from src.ops.reference import parallel
 from tests.ops.helpers import assert_close, assert_same_with_gradients, inputs, leaves
-from tests.ops.kernels import DEVICE, FAMILIES, SCALE, assert_exact, both, deal, run
+from tests.ops.kernels import DEVICE, FAMILIES, LINEAR_ONCE, ONE_KIND, SCALE, assert_exact, both, deal, plan_of, run
 
 pytestmark = pytest.mark.usefixtures("pair", "poisoned")
 
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 333]
-ONE_KIND = pytest.mark.parametrize("pair", [1], indirect=True)
-"""Where tiles of one chunk take the same code: tiles of two take all of it."""
 LONG = [
     *(pytest.param(T, marks=pytest.mark.slow) for T in (500, 1000, 1024)),
     pytest.param(4097, marks=pytest.mark.gpu),
@@ -22,30 +18,30 @@ LONG = [
 
 
 @pytest.mark.parametrize("T", LENGTHS + LONG)
-@pytest.mark.parametrize("family", FAMILIES)
+@LINEAR_ONCE
 def test_lengths(family: str, T: int, seed: int) -> None:
-    assert_exact(family, inputs(family, T, H=1, V=32))
+    # With several rows and heads, not every sum can happen to cancel, of the few that a short sequence has.
+    sizes = {"B": 2, "G": 2, "H": 2} if T < 3 else {"H": 1}
+    assert_exact(family, inputs(family, T, V=32 if T < 200 else 16, **sizes))
 
 
-@pytest.mark.parametrize("cuts", [[0, 0, 1, 16, 81, 81, 210, 270], [0, 64, 128, 320, 320]])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cuts", [[0, 0, 1, 16, 81, 81, 210], [0, 64, 128, 256, 256]])
+@LINEAR_ONCE
 def test_packed_documents(family: str, cuts: list[int], seed: int) -> None:
-    assert_exact(family, inputs(family, cuts[-1], H=1, V=32, L=5 if cuts[1] == 0 else 9), cuts)
+    assert_exact(family, inputs(family, cuts[-1], H=1, V=32 if cuts[1] == 0 else 16, L=9), cuts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_a_batch(family: str, seed: int) -> None:
-    assert_exact(family, inputs(family, 130, B=3, H=1))
+def test_rows_of_a_batch(family: str, pair: int, seed: int) -> None:
+    assert_exact(family, inputs(family, 70 << pair, B=2, H=1))
 
 
 @ONE_KIND
 @pytest.mark.parametrize(
     ("family", "G", "H", "heads_a_block"),
     [
-        ("loglinear_ssd", 1, 1, 1),
         ("loglinear_ssd", 1, 4, 1),
         ("loglinear_ssd", 1, 4, 4),
-        ("loglinear_ssd", 2, 4, 1),
         ("loglinear_ssd", 2, 4, 2),
         ("loglinear_ssd", 3, 3, 1),
         ("ssd", 1, 4, 2),
@@ -59,7 +55,7 @@ def test_groups(family: str, G: int, H: int, heads_a_block: int, seed: int, monk
 
 
 @ONE_KIND
-@pytest.mark.parametrize(("K", "V"), [(48, 80), (80, 16), pytest.param(256, 512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("K", "V"), [(48, 80), (80, 16), pytest.param(256, 64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_head_dims(family: str, K: int, V: int, seed: int) -> None:
     """Padded to powers of two inside; more than 64 columns of q and k take several products."""
@@ -71,11 +67,11 @@ def test_head_dims(family: str, K: int, V: int, seed: int) -> None:
 def test_values_that_do_not_fill_a_block(
     family: str, V: int, block: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssd, "plan_for", lambda *_: Plan(1, 16, block, "ieee"))
+    plan_of(monkeypatch, 1, block)
     assert_exact(family, inputs(family, 140, V=V, H=1))
 
 
-@pytest.mark.parametrize(("L", "T"), [(1, 140), (3, 140), (7, 140), (8, 260), (9, 260), (12, 70)])
+@pytest.mark.parametrize(("L", "T"), [(1, 140), (3, 70), (7, 140), (8, 140), (9, 260), (12, 70)])
 def test_last_scale_serves_all_higher_levels(L: int, T: int, seed: int) -> None:
     """One scale for all levels, fewer than a chunk needs, than a tile, than the sequence, and more than enough."""
 
@@ -86,6 +82,7 @@ def test_last_scale_serves_all_higher_levels(L: int, T: int, seed: int) -> None:
     assert_exact("loglinear_ssd", inputs("loglinear_ssd", T, L=L, H=1), reference=enough)
 
 
+@ONE_KIND
 def test_scales_of_one_give_the_linear_model(seed: int) -> None:
     given, _ = both(inputs("loglinear_ssd", 200, H=1))
     given["level_scales"] = torch.ones_like(given["level_scales"])
@@ -115,6 +112,7 @@ def test_steps_that_erase_everything(family: str, pair: int, seed: int) -> None:
     )
 
 
+@ONE_KIND
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_document_cannot_reach_another(family: str, seed: int) -> None:
     """The one in the middle is NaN, also in its tiles' gradients."""
@@ -138,7 +136,7 @@ def test_a_document_cannot_reach_another(family: str, seed: int) -> None:
 @ONE_KIND
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_runs_are_bit_equal(family: str, seed: int) -> None:
-    given, _ = both(inputs(family, 140))
+    given, _ = both(inputs(family, 140, H=1))
     tensors = leaves(given)
     weight = torch.randn_like(given["v"])
     runs = []
@@ -148,6 +146,7 @@ def test_two_runs_are_bit_equal(family: str, seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@ONE_KIND
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast_does_not_reach_inside(family: str, seed: int) -> None:
     given, _ = both(inputs(family, 70, H=1))

@@ -222,7 +222,6 @@ def test_compiles_whole(family: str, packed: bool, seed: int) -> None:
         ({"cu_seqlens": torch.tensor([0, 4])}, "from 0 to T=5"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "int32 or int64"),
         ({"backend": "cuda"}, "backend must be one of auto, torch, triton"),
-        ({"backend": "triton", "v": torch.zeros(1, 5, 2, 16, dtype=torch.float64)}, "v|float64"),
         ({"initial_state": 3}, "initial_state must be a LogLinearState, got int"),
     ],
 )
@@ -233,6 +232,30 @@ def test_errors_name_the_argument(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         operator("loglinear_ssd")(**{**arguments, **change})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "message"),
+    [
+        ("gated_delta_rule", torch.float32, "has no kernels for the delta rule"),
+        ("loglinear_gated_delta_rule", torch.bfloat16, "has no kernels for the delta rule"),
+        ("ssd", torch.float64, "takes float32 and bfloat16, got float64"),
+        ("loglinear_ssd", torch.float32, "needs a CUDA device .* got cpu"),
+        ("ssd", torch.bfloat16, "needs the package triton"),
+    ],
+)
+def test_triton_says_what_it_cannot_take(
+    family: str, dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same calls go to PyTorch where the backend is left open."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if "package" in message:
+        monkeypatch.setattr("src.ops.linear.find_spec", lambda name: None)
+    arguments = inputs(family, 5, dtype=dtype)
+    with pytest.raises(ValueError, match=f"^backend='triton' .*{message}.*; use 'torch' or 'auto'$") as error:
+        operator(family)(**arguments, backend="triton")
+    assert "\n" not in str(error.value)
+    assert torch.equal(operator(family)(**arguments)[0], operator(family)(**arguments, backend="torch")[0])
 
 
 @pytest.mark.parametrize(("K", "V", "name"), [(8, 16, "K=8"), (272, 16, "K=272"), (16, 24, "V=24"), (16, 528, "V=528")])

@@ -1,0 +1,245 @@
+"""Kernels are refused where a compiler has made them wrong, and are launched as what they were compiled for."""
+
+import inspect
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from src.ops import KernelError
+from src.ops.kernels import adjoints, between, check, forward, launch, passes, ssd, states, within
+from src.ops.reference import parallel
+from tests.ops.helpers import assert_close, inputs, leaves, operator
+from tests.ops.kernels import DEVICE, FAMILIES, ONE_KIND, SCALE, both, run
+
+PTXAS = "Cuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0.r13.0/compiler.36424714_0\n"
+
+
+@pytest.fixture
+def distrust(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
+    """As in a new process with a GPU: nothing has been checked. Kinds of call that have, as they come."""
+    checked: set[tuple] = set()
+    monkeypatch.setattr(check, "INTERPRETED", False)
+    monkeypatch.setattr(check, "_checked", checked)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return checked
+
+
+@pytest.mark.parametrize("wrong", ["output", "gradient of k", "gradient of level_scales"])
+@pytest.mark.parametrize("error", [2e-3, 0.9, float("inf"), float("nan")])
+def test_wrong_values_are_refused(wrong: str, error: float, distrust: set[tuple]) -> None:
+    """In one line: which, how wrong, which compiler, what to do."""
+    errors = {"output": 1e-7, "gradient of q": 3e-7, "gradient of k": 1e-7, "gradient of level_scales": 2e-7}
+    message = (
+        rf"wrong {wrong} \(relative error .*Triton {re.escape(launch.triton.__version__)} with ptxas .*some GPU"
+        ".*backend='torch'.*TRITON_PTXAS_PATH"
+    )
+    with pytest.raises(KernelError, match=message) as raised:
+        check.ensure(("kind",), lambda: {**errors, wrong: error}, torch.float32)
+    assert "\n" not in str(raised.value)
+
+
+def test_rounding_is_not_refused(distrust: set[tuple]) -> None:
+    check.ensure(("kind",), lambda: {"output": 1e-6, "gradient of q": 1e-5}, torch.float32)
+    check.ensure(("other",), lambda: {"output": 3e-3, "gradient of q": 9e-3}, torch.bfloat16)
+
+
+def test_each_kind_of_call_is_checked_once(distrust: set[tuple]) -> None:
+    ran = []
+    for kind in ("a", "b", "a", "b", "a"):
+        check.ensure((kind,), lambda kind=kind: ran.append(kind) or {"output": 0.0}, torch.float32)
+    assert ran == ["a", "b"]
+
+
+def test_what_was_refused_is_refused_again(distrust: set[tuple]) -> None:
+    def broken() -> dict[str, float]:
+        raise torch.OutOfMemoryError("not now")
+
+    for _ in range(2):
+        with pytest.raises(KernelError):
+            check.ensure(("wrong",), lambda: {"output": 1.0}, torch.float32)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            check.ensure(("unfinished",), broken, torch.float32)
+    assert not distrust
+
+
+@pytest.mark.parametrize("given", [None, "ptxas", "missing"])
+def test_the_message_names_the_compiler(given: str | None, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ptxas").write_text(f"#!/bin/sh\ncat <<'END'\nptxas: NVIDIA (R) Ptx optimizing assembler\n{PTXAS}END\n")
+    (tmp_path / "ptxas").chmod(0o755)
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    if given:
+        monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / given))
+    version = {"ptxas": "13.0.88", "missing": "of unknown version", None: r"(\d+\.\d+\.\d+|of unknown version)"}[given]
+    origin = r" \(TRITON_PTXAS_PATH\)" if given else ""
+    assert re.fullmatch(rf"Triton \S+ with ptxas {version}{origin}", check.compiler())
+
+
+@pytest.mark.parametrize("cuts", [None, [0, 30, 30, 100]])
+@pytest.mark.parametrize("L", [None, 3, 9])
+def test_the_standard_is_exact(L: int | None, cuts: list[int] | None) -> None:
+    """Its gradients are written by hand; here autograd makes them."""
+    given = {n: x.double() for n, x in check.problem(100, 16, 32, L, torch.float32, torch.device(DEVICE)).items()}
+    tensors = {name: x.requires_grad_() for name, x in given.items()}
+    named = {"level_scales" if name == "scales" else name: x for name, x in tensors.items()}
+    cu = None if cuts is None else torch.tensor(cuts, device=DEVICE)
+    expected = parallel(**named, cu_seqlens=cu)
+    do = torch.randn_like(expected)
+    made = check.exact({name: x.detach() for name, x in given.items()}, do, cu)
+    assert_close(made.pop("output"), expected, 1e-12, "output")
+    grads = dict(zip(tensors, torch.autograd.grad(expected, list(tensors.values()), do), strict=True))
+    assert made.keys() == grads.keys()
+    for name, x in made.items():
+        assert_close(x, grads[name], 1e-12, f"gradient of {name}")
+
+
+@pytest.mark.usefixtures("pair", "poisoned")
+@pytest.mark.parametrize(
+    ("family", "packed", "pair"), [("ssd", True, 0), ("loglinear_ssd", False, 1)], indirect=["pair"]
+)
+def test_sound_kernels_are_far_within_bounds(
+    family: str, packed: bool, pair: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks that calls of these kinds ask for, forward and backward."""
+    asked: dict[tuple, Callable] = {}
+    monkeypatch.setattr(ssd.check, "ensure", lambda kind, run, dtype: asked.setdefault(kind, run))
+    T = (64 << pair) + 1
+    given, _ = both(inputs(family, T, H=1))
+    leaves(given)
+    cu = torch.tensor([0, 40, T], device=DEVICE) if packed else None
+    run(family, given, cu_seqlens=cu).sum().backward()
+    assert len(asked) == 2
+    found = list(asked.values())[1]()
+    names = {"output", *(f"gradient of {name}" for name in leaves(given))}
+    assert found.keys() == names
+    assert max(found.values()) < 0.1 * check.BOUNDS[torch.float32]
+
+
+@ONE_KIND
+@pytest.mark.usefixtures("pair", "poisoned")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_checks_its_kernels_first(family: str, distrust: set[tuple], seed: int) -> None:
+    """Forward, then backward from inside autograd; nothing of it shows in random numbers or in gradients."""
+    given, exact = both(inputs(family, 20, H=1))
+    tensors, exact_tensors = leaves(given), leaves(exact)
+    before = torch.get_rng_state()
+    o = run(family, given)
+    assert len(distrust) == 1
+    grads = torch.autograd.grad(o.sum(), list(tensors.values()))
+    assert len(distrust) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+    wanted = torch.autograd.grad(parallel(**exact, scale=SCALE).sum(), list(exact_tensors.values()))
+    for name, a, b in zip(tensors, grads, wanted, strict=True):
+        assert_close(a, b, 1e-5, f"gradient of {name}")
+    for packed in (torch.tensor([0, 20], device=DEVICE), None):  # another kind, and one that is known
+        with torch.no_grad():
+            run(family, given, cu_seqlens=packed)
+        assert len(distrust) == 3
+
+
+@ONE_KIND
+@pytest.mark.usefixtures("pair")
+def test_wrong_kernels_raise_where_they_are_called(
+    distrust: set[tuple], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, _ = both(inputs("ssd", 20, H=1))
+    leaves(given)
+    output, backward = passes.Pass.output, passes.Pass.backward
+
+    def wrong_output(self, o: Tensor) -> None:
+        output(self, o)
+        o.mul_(1.001)
+
+    def wrong_gradient(self, do: Tensor, dlevels: Tensor | None, out: dict) -> None:
+        backward(self, do, dlevels, out)
+        out["dk"].mul_(torch.nan)
+
+    monkeypatch.setattr(passes.Pass, "backward", wrong_gradient)
+    o = run("ssd", given)
+    with pytest.raises(KernelError, match="wrong gradient of k"):
+        o.sum().backward()
+    distrust.clear()
+    monkeypatch.setattr(passes.Pass, "output", wrong_output)
+    with pytest.raises(KernelError, match="wrong output"):
+        run("ssd", given)
+    o, _ = operator("ssd")(**given, backend="torch")
+    assert o.isfinite().all()
+
+
+# Launches.
+
+
+class Kernel:
+    """Stands in for a compiled one: what it was compiled for and run with."""
+
+    arg_names: tuple[str, ...] = ("x", "y", "n", "SIZE")
+    params = tuple(SimpleNamespace(name=name, is_constexpr=name == "SIZE") for name in arg_names)
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple] = []
+        self.ran: list[tuple] = []
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        def compile(*arguments, **options):
+            self.compiled.append((grid, arguments, options))
+            return {(grid[0], 1, 1): lambda *given: self.ran.append((grid, given))}
+
+        return compile
+
+
+def test_launched_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled anew for other constants, dtypes, alignments, absent tensors; not for other sizes or addresses."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, field = Kernel(), torch.zeros(100)
+    first = {"x": field, "y": field[:10], "n": 5, "SIZE": 16, "unused": 3}
+    how = {"warps": 4, "stages": 2}
+    launch.launch(kernel, 7, first, **how)
+    assert kernel.compiled == [((7,), (field, first["y"], 5, 16), {"num_warps": 4, "num_stages": 2})]
+    launch.launch(kernel, 7, {**first, "x": field[4:], "n": 6}, **how)
+    assert len(kernel.compiled) == 1
+    assert kernel.ran == [((7,), (field[4:].data_ptr(), field.data_ptr(), 6, 16))]
+    for change in ({"SIZE": 32}, {"x": field.half()}, {"x": field[1:]}, {"y": None}, {"y": field[1:]}):
+        count = len(kernel.compiled)
+        for _ in range(2):
+            launch.launch(kernel, 7, {**first, **change}, **how, registers=99)
+            assert len(kernel.compiled) == count + 1, change
+    assert kernel.compiled[-1][2] == {"num_warps": 4, "num_stages": 2, "maxnreg": 99}
+    other = Kernel()
+    launch.launch(other, 7, first, **how)
+    assert len(other.compiled) == 1
+
+
+@ONE_KIND
+@pytest.mark.usefixtures("pair", "poisoned")
+def test_no_kernel_is_compiled_for_a_size(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``launch`` takes a kernel again for other sizes, so Triton must not have made it for 1 or for multiples of 16."""
+    launched: dict[str, set[str]] = {}
+
+    def record(kernel, programs: int, arguments: dict, **options) -> None:
+        parameters = inspect.signature(kernel.fn).parameters
+        constants = {name for name, p in parameters.items() if p.annotation is not inspect.Parameter.empty}
+        numbers = {n for n in parameters if n not in constants and isinstance(arguments[n], int | float)}
+        general = getattr(kernel, "do_not_specialize", None) or kernel.kwargs["do_not_specialize"]
+        assert all(isinstance(arguments[n], float) for n in numbers - set(general)), (kernel.__name__, general)
+        assert all(n in parameters for n in ("documents", "first", "N", "T"))
+        launched.setdefault(kernel.__name__, set()).update(numbers)
+        original(kernel, programs, arguments, **options)
+
+    original = passes.launch
+    monkeypatch.setattr(passes, "launch", record)
+    for family in FAMILIES:
+        state = None
+        for _ in range(2):
+            given, _ = both(inputs(family, 70, H=1, L=8))
+            leaves(given)
+            o, state = operator(family)(**given, initial_state=state, return_state=True, backend="triton")
+        (o.sum() + (state.memory if family == "ssd" else state.levels).sum()).backward()
+    modules = (adjoints, between, forward, states, within)
+    kernels = {name for m in modules for name, x in vars(m).items() if "documents" in getattr(x, "arg_names", ())}
+    assert launched.keys() == kernels - {"document_at"}

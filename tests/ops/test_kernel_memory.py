@@ -1,0 +1,234 @@
+"""What the kernels of ``ssd`` and ``loglinear_ssd`` read, write and keep, and how they are dealt out."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from src.ops.kernels import passes, plan, ssd
+from src.ops.kernels.launch import INTERPRETED
+from tests.ops.helpers import inputs, leaves, operator
+from tests.ops.kernels import (
+    DEVICE,
+    FAMILIES,
+    LINEAR_ONCE,
+    ONE_KIND,
+    SCALE,
+    assert_exact,
+    both,
+    deal,
+    little_scratch,
+    plan_of,
+    run,
+)
+
+READ_ONLY = {"q", "k", "v", "g", "scales", "do", "documents", "first", "roots", "dlevels", "initial", "dhalf"}
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Loads and stores that were not inside one of the tensors that their program was given, stores to inputs too."""
+    if not INTERPRETED:
+        pytest.skip("only the interpreter can be asked for addresses")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    readable, writable = np.zeros((0, 2), np.uint64), np.zeros((0, 2), np.uint64)
+    found: list[str] = []
+    current = ""
+
+    def watch(name: str) -> None:
+        original = getattr(InterpreterBuilder, name)
+        loads = name.endswith("load")
+
+        def watched(self, pointers, *rest):
+            regions = readable if loads else writable
+            size = np.uint64(max(8, pointers.get_element_ty().primitive_bitwidth) // 8)
+            places, there = np.broadcast_arrays(np.asarray(pointers.data), np.asarray(rest[0 if loads else 1].data))
+            places = places[there.astype(bool)].astype(np.uint64)
+            region = np.searchsorted(regions[:, 0], places, side="right") - 1
+            fine = (region >= 0) & (places + size <= regions[region, 1])
+            if not fine.all():
+                found.append(f"{current}: {(~fine).sum()} of {len(fine)} places of a {name}")
+            return original(self, pointers, *rest)
+
+        monkeypatch.setattr(InterpreterBuilder, name, watched)
+
+    watch("create_masked_load")
+    watch("create_masked_store")
+    launch = passes.launch
+
+    def launched(kernel, programs: int, arguments: dict, **options) -> None:
+        nonlocal readable, writable, current
+        given = {name: arguments[name] for name in kernel.arg_names if isinstance(arguments[name], Tensor)}
+        ends = {name: (x.data_ptr(), x.data_ptr() + x.nbytes) for name, x in given.items()}
+        readable = np.array(sorted(ends.values()), np.uint64)
+        writable = np.array(sorted(end for name, end in ends.items() if name not in READ_ONLY), np.uint64)
+        current = kernel.__name__
+        launch(kernel, programs, arguments, **options)
+
+    monkeypatch.setattr(passes, "launch", launched)
+    return found
+
+
+def in_nan(x: Tensor) -> Tensor:
+    """The same tensor as a view into memory that is NaN before and behind it."""
+    field = torch.full((x.shape[0], x.shape[1] + 200, *x.shape[2:]), torch.nan, dtype=x.dtype, device=x.device)
+    field[:, 100:-100] = x
+    return field[:, 100:-100]
+
+
+@LINEAR_ONCE
+@pytest.mark.usefixtures("poisoned")
+def test_touches_only_what_it_is_given(
+    family: str, pair: int, addresses: list[str], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed and continued, so that documents begin and end in the middle of tiles; then rows, none of them whole.
+
+    Head dims fill none of their blocks.
+    """
+    plan_of(monkeypatch, pair, 32)
+    state, loss = None, 0.0
+    for cuts in ([0, 0, 70, 75], [0, 1, 7, 70]):
+        given, _ = both(inputs(family, cuts[-1], H=1, K=48, V=48, L=9))
+        given = {name: None if x is None else in_nan(x).requires_grad_() for name, x in given.items()}
+        o, state = operator(family)(
+            **given,
+            scale=SCALE,
+            cu_seqlens=torch.tensor(cuts, device=DEVICE),
+            initial_state=state,
+            return_state=True,
+            backend="triton",
+        )
+        loss = loss + o.sum()
+    (loss + (state.memory if family == "ssd" else state.levels).sum()).backward()
+    given, _ = both(inputs(family, 70, B=2, H=1))
+    leaves(given)
+    run(family, given).sum().backward()
+    assert not set(addresses)
+
+
+@ONE_KIND
+@pytest.mark.usefixtures("pair")
+def test_the_watch_sees_a_place_outside(addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of allocations that are said to be an element shorter than they are."""
+    new = passes.Pass.new
+
+    def short(self, *shape: int, **options) -> Tensor:
+        made = new(self, *shape, **options).view(-1)
+        return made[: max(1, len(made) - 1)]
+
+    monkeypatch.setattr(passes.Pass, "new", short)
+    given, _ = both(inputs("ssd", 70, H=1))
+    run("ssd", given)
+    assert {text.split(":")[0] for text in addresses if "store" in text} == {"prepare"}
+    assert {text.split(":")[0] for text in addresses if "load" in text} == {"output"}
+
+
+@pytest.mark.usefixtures("pair", "poisoned")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reads_nothing_behind_its_inputs(family: str, seed: int) -> None:
+    """Inputs are views into memory full of NaN."""
+    assert_exact(family, inputs(family, 70, H=1), place=in_nan)
+
+
+@ONE_KIND
+@pytest.mark.usefixtures("pair", "poisoned")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_need_not_be_dense(family: str, seed: int) -> None:
+    assert_exact(family, inputs(family, 70), place=lambda x: x.mT.contiguous().mT)
+
+
+@ONE_KIND
+@pytest.mark.usefixtures("pair", "poisoned")
+@pytest.mark.parametrize(
+    ("family", "G", "H", "dealt"),
+    [
+        ("ssd", 2, 4, None),
+        ("loglinear_ssd", 1, 3, None),
+        pytest.param("loglinear_ssd", 4, 4, (1, 2), marks=pytest.mark.slow),
+        ("loglinear_ssd", 1, 4, (1, 2)),
+    ],
+)
+def test_several_passes_over_heads(
+    family: str, G: int, H: int, dealt: tuple[int, int] | None, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head each, of whole groups, and of parts of one, whose sums then go to the same place."""
+    taken = []
+    little_scratch(monkeypatch)
+    if dealt:
+        deal(monkeypatch, *dealt)
+    monkeypatch.setattr(ssd, "Pass", lambda *given, make=ssd.Pass: taken.append(given[3]) or make(*given))
+    assert_exact(family, inputs(family, 140, G=G, H=H))
+    assert taken[1:] == ([dealt[1]] * 2 if dealt else [1] * H)
+
+
+@ONE_KIND
+@pytest.mark.usefixtures("pair")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_keeps_the_inputs_only(family: str, seed: int) -> None:
+    given, _ = both(inputs(family, 140))
+    tensors = leaves(given)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        run(family, given)
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in tensors.values()}
+
+
+# How work is dealt out.
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize(("groups", "per_group"), [(1, 1), (1, 48), (2, 2), (3, 1), (4, 6), (6, 8), (5, 3)])
+def test_every_head_is_in_one_program_of_one_pass(groups: int, per_group: int, passes: int) -> None:
+    heads = groups * per_group
+    for units in (1, 10, 100, 1000):
+        work = plan.work_for(heads, groups, units, passes)
+        blocks, rest = divmod(heads, work.heads_a_block)
+        assert rest == 0
+        assert per_group % work.heads_a_block == 0, "heads of one group a program"
+        count, rest = divmod(blocks, work.blocks_a_pass)
+        assert rest == 0
+        assert count >= min(passes, heads)
+        a_pass = work.heads_a_block * work.blocks_a_pass
+        assert a_pass % per_group == 0 or per_group % a_pass == 0, "whole groups, or an equal part of one"
+        larger = [n for n in range(work.heads_a_block + 1, per_group + 1) if per_group % n == 0 and a_pass % n == 0]
+        assert all(units * a_pass // n < plan.PROGRAMS for n in larger), "a program has as many heads as fill the card"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plans(dtype: torch.dtype) -> None:
+    for K in range(16, 257, 16):
+        for V in range(16, 513, 16):
+            made = plan.plan_for(dtype, K, V)
+            for block, size in ((made.key_block, K), (made.value_block, V)):
+                assert block.bit_count() == 1
+                assert block >= 16, "products take no less"
+                assert block < max(128, 2 * size)
+            assert made.key_block >= K
+            assert made.precision == ("ieee" if dtype == torch.float32 else "tf32")
+            assert made.pair == (dtype == torch.bfloat16 and K <= 128)
+            assert (made.tile, 1 << made.tile_bits) == (64 << made.pair, 64 << made.pair)
+
+
+@pytest.mark.parametrize("two", [0, 1])
+@pytest.mark.parametrize("continued", [False, True])
+def test_room_for_every_tile(two: int, continued: bool, seed: int) -> None:
+    """Sizes come from the number of tokens and documents alone; documents may end and begin anywhere."""
+    tile = 64 << two
+    for _ in range(200):
+        N = int(torch.randint(1, 9, ()))
+        length = torch.randint(0, 300, (N,)) * (torch.rand(N) < 0.8)
+        length[0] += 1
+        chunk0 = torch.randint(0, 9, (N,)) * continued
+        most = int(chunk0.max())
+        # Documents of calls that continue others are padded to whole chunks.
+        slots = (length + 63) // 64 * 64 if continued else length
+        start = slots.cumsum(0) - slots
+        chosen = plan.Plan(two, 16, 16, "ieee")
+        layout = plan.layout_for(1, int(slots.sum()), N, most, chosen)
+        first = plan.first_tiles(torch.stack([start, length, chunk0]), chosen)
+        begin, end = chunk0 * 64, chunk0 * 64 + length
+        counts = torch.where(length > 0, (end + tile - 1) // tile - begin // tile, 0)
+        assert first.tolist() == [0, *counts.cumsum(0).tolist()]
+        assert first[-1] <= layout.tiles
+        assert int((end // tile).max()).bit_length() <= layout.tree_levels
