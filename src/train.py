@@ -1,6 +1,7 @@
 """Train a model: `python -m src.train mixer=loglinear_gdn data=pystdlib`; `--help` lists every option."""
 
 import contextlib
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -51,9 +52,18 @@ def main(cfg: Config) -> None:
 def train(cfg: Config) -> Path:
     """One run from its options to its folder, which is returned."""
     quiet_lightning()
+    check_backend(cfg)
     run_dir = runs.create(cfg)
     with runs.hold(run_dir):
         return train_in(run_dir, cfg)
+
+
+def check_backend(cfg: Config) -> None:
+    """Raises UserError where kernels are asked for and no device can run them: before anything is written."""
+    on_cuda = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
+    asked = getattr(cfg.mixer, "backend", "auto") == "triton"
+    if asked and not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError("mixer.backend=triton: needs a CUDA device (auto takes Triton there and PyTorch elsewhere)")
 
 
 def train_in(run_dir: Path, cfg: Config) -> Path:

@@ -154,6 +154,17 @@ def test_absent_device_or_strategy_is_one_line(tmp_path, capsys, wrong):
     assert not (tmp_path / "runs" / "a").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_kernels_without_a_device_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    arguments = options(tmp_path, "run.name=a", "mixer=loglinear_mamba2", "mixer.backend=triton")
+    with pytest.raises(SystemExit) as end:
+        run_cli(train.main, Config, arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: mixer.backend=triton: needs a CUDA device")
+    assert not (tmp_path / "runs" / "a").exists()
+
+
 def test_existing_name_is_refused_and_untouched(tmp_path, finished, capsys):
     arguments = options(tmp_path, "run.name=one", f"run.dir={finished.parent}")
     before = sorted((p.name, p.stat().st_mtime_ns) for p in finished.rglob("*"))
