@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.ops.kernels import passes, plan, ssd
+from src.ops.kernels import passes, plan, sizes, ssd
 from src.ops.kernels.launch import INTERPRETED
 from tests.ops.helpers import inputs, leaves, operator
 from tests.ops.kernels import (
@@ -16,6 +16,7 @@ from tests.ops.kernels import (
     SCALE,
     assert_exact,
     both,
+    change,
     deal,
     little_scratch,
     plan_of,
@@ -193,6 +194,22 @@ def test_every_head_is_in_one_program_of_one_pass(groups: int, per_group: int, p
         assert a_pass % per_group == 0 or per_group % a_pass == 0, "whole groups, or an equal part of one"
         larger = [n for n in range(work.heads_a_block + 1, per_group + 1) if per_group % n == 0 and a_pass % n == 0]
         assert all(units * a_pass // n < plan.PROGRAMS for n in larger), "a program has as many heads as fill the card"
+
+
+@pytest.mark.parametrize(("G", "H"), [(1, 12), (2, 12), (4, 4)])
+def test_programs_of_a_pass_share_no_place(G: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over heads of a group go to one of some places each: programs that may run at once never to the same."""
+    k, v = torch.empty(1, 500, G, 16), torch.empty(1, 500, H, 16)
+    for scratch in (1e-9, 0.3, 2.0):
+        change(monkeypatch, SCRATCH=scratch, SCRATCH_BYTES=1)
+        for heads_a_program in (1, 3):
+            monkeypatch.setattr(plan, "PROGRAMS", 264 // heads_a_program**2)
+            made = sizes.sizes_of(k, v, None, None, 0, more=False, backward=True)
+            of_group = H // G // made.block_heads
+            for first in range(0, made.blocks, made.blocks_a_pass):
+                blocks = range(first, first + made.blocks_a_pass)
+                places = [(block // of_group, block % of_group % made.partials) for block in blocks]
+                assert len(set(places)) == len(places)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -113,6 +113,12 @@ def test_continued(lengths: list[int], seed: int) -> None:
     assert_same_calls("loglinear_ssd", calls_of("loglinear_ssd", lengths))
 
 
+def test_groups_that_began_in_an_earlier_call(pair: int, seed: int) -> None:
+    """The second four tiles complete a group of eight, of which this call has the right half only."""
+    four = 256 << pair
+    assert_same_calls("loglinear_ssd", calls_of("loglinear_ssd", [four + 5, four]), ["torch", "triton"])
+
+
 @pytest.mark.parametrize("lengths", [[1, 1], [64, 64], [130, 3, 70]])
 def test_continued_linear(lengths: list[int], seed: int) -> None:
     assert_same_calls("ssd", calls_of("ssd", lengths, V=32))

@@ -1,5 +1,7 @@
 """The four recurrent operators: three forms agree, on outputs and on every gradient."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -242,20 +244,23 @@ def test_errors_name_the_argument(change: dict, message: str) -> None:
         ("ssd", torch.float64, "takes float32 and bfloat16, got float64"),
         ("loglinear_ssd", torch.float32, "needs a CUDA device .* got cpu"),
         ("ssd", torch.bfloat16, "needs the package triton"),
+        ("loglinear_ssd", torch.bfloat16, "interprets float32 only"),
+        ("ssd", torch.float32, "has no forward-mode derivatives"),
     ],
 )
 def test_triton_says_what_it_cannot_take(
     family: str, dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same calls go to PyTorch where the backend is left open."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if "interprets" in message else "0")
     if "package" in message:
         monkeypatch.setattr("src.ops.linear.find_spec", lambda name: None)
     arguments = inputs(family, 5, dtype=dtype)
-    with pytest.raises(ValueError, match=f"^backend='triton' .*{message}.*; use 'torch' or 'auto'$") as error:
-        operator(family)(**arguments, backend="triton")
-    assert "\n" not in str(error.value)
-    assert torch.equal(operator(family)(**arguments)[0], operator(family)(**arguments, backend="torch")[0])
+    with torch.autograd.forward_ad.dual_level() if "forward" in message else nullcontext():
+        with pytest.raises(ValueError, match=f"^backend='triton' .*{message}.*; use 'torch' or 'auto'$") as error:
+            operator(family)(**arguments, backend="triton")
+        assert "\n" not in str(error.value)
+        assert torch.equal(operator(family)(**arguments)[0], operator(family)(**arguments, backend="torch")[0])
 
 
 @pytest.mark.parametrize(("K", "V", "name"), [(8, 16, "K=8"), (272, 16, "K=272"), (16, 24, "V=24"), (16, 528, "V=528")])
