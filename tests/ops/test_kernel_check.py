@@ -195,6 +195,8 @@ class Kernel:
 def test_launched_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled anew for other constants, dtypes, alignments, absent tensors; not for other sizes or addresses."""
     monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_names", {})  # both go by a kernel's id, which another object may get later
+    monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, field = Kernel(), torch.zeros(100)
     first = {"x": field, "y": field[:10], "n": 5, "SIZE": 16, "unused": 3}

@@ -1,128 +1,22 @@
 """What the kernels of ``ssd`` and ``loglinear_ssd`` read, write and keep, and how they are dealt out."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from src.ops.kernels import passes, plan, sizes, ssd
-from src.ops.kernels.launch import INTERPRETED
-from tests.ops.helpers import inputs, leaves, operator
+from src.ops.kernels import plan, sizes, ssd
+from tests.ops.helpers import inputs, leaves
 from tests.ops.kernels import (
-    DEVICE,
     FAMILIES,
-    LINEAR_ONCE,
     ONE_KIND,
-    SCALE,
     assert_exact,
     both,
     change,
     deal,
+    in_nan,
     little_scratch,
-    plan_of,
     run,
 )
-
-READ_ONLY = {"q", "k", "v", "g", "scales", "do", "documents", "first", "roots", "dlevels", "initial", "dhalf"}
-
-
-@pytest.fixture
-def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Loads and stores that were not inside one of the tensors that their program was given, stores to inputs too."""
-    if not INTERPRETED:
-        pytest.skip("only the interpreter can be asked for addresses")
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    readable, writable = np.zeros((0, 2), np.uint64), np.zeros((0, 2), np.uint64)
-    found: list[str] = []
-    current = ""
-
-    def watch(name: str) -> None:
-        original = getattr(InterpreterBuilder, name)
-        loads = name.endswith("load")
-
-        def watched(self, pointers, *rest):
-            regions = readable if loads else writable
-            size = np.uint64(max(8, pointers.get_element_ty().primitive_bitwidth) // 8)
-            places, there = np.broadcast_arrays(np.asarray(pointers.data), np.asarray(rest[0 if loads else 1].data))
-            places = places[there.astype(bool)].astype(np.uint64)
-            region = np.searchsorted(regions[:, 0], places, side="right") - 1
-            fine = (region >= 0) & (places + size <= regions[region, 1])
-            if not fine.all():
-                found.append(f"{current}: {(~fine).sum()} of {len(fine)} places of a {name}")
-            return original(self, pointers, *rest)
-
-        monkeypatch.setattr(InterpreterBuilder, name, watched)
-
-    watch("create_masked_load")
-    watch("create_masked_store")
-    launch = passes.launch
-
-    def launched(kernel, programs: int, arguments: dict, **options) -> None:
-        nonlocal readable, writable, current
-        given = {name: arguments[name] for name in kernel.arg_names if isinstance(arguments[name], Tensor)}
-        ends = {name: (x.data_ptr(), x.data_ptr() + x.nbytes) for name, x in given.items()}
-        readable = np.array(sorted(ends.values()), np.uint64)
-        writable = np.array(sorted(end for name, end in ends.items() if name not in READ_ONLY), np.uint64)
-        current = kernel.__name__
-        launch(kernel, programs, arguments, **options)
-
-    monkeypatch.setattr(passes, "launch", launched)
-    return found
-
-
-def in_nan(x: Tensor) -> Tensor:
-    """The same tensor as a view into memory that is NaN before and behind it."""
-    field = torch.full((x.shape[0], x.shape[1] + 200, *x.shape[2:]), torch.nan, dtype=x.dtype, device=x.device)
-    field[:, 100:-100] = x
-    return field[:, 100:-100]
-
-
-@LINEAR_ONCE
-@pytest.mark.usefixtures("poisoned")
-def test_touches_only_what_it_is_given(
-    family: str, pair: int, addresses: list[str], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Packed and continued, so that documents begin and end in the middle of tiles; then rows, none of them whole.
-
-    Head dims fill none of their blocks.
-    """
-    plan_of(monkeypatch, pair, 32)
-    state, loss = None, 0.0
-    for cuts in ([0, 0, 70, 75], [0, 1, 7, 70]):
-        given, _ = both(inputs(family, cuts[-1], H=1, K=48, V=48, L=9))
-        given = {name: None if x is None else in_nan(x).requires_grad_() for name, x in given.items()}
-        o, state = operator(family)(
-            **given,
-            scale=SCALE,
-            cu_seqlens=torch.tensor(cuts, device=DEVICE),
-            initial_state=state,
-            return_state=True,
-            backend="triton",
-        )
-        loss = loss + o.sum()
-    (loss + (state.memory if family == "ssd" else state.levels).sum()).backward()
-    given, _ = both(inputs(family, 70, B=2, H=1))
-    leaves(given)
-    run(family, given).sum().backward()
-    assert not set(addresses)
-
-
-@ONE_KIND
-@pytest.mark.usefixtures("pair")
-def test_the_watch_sees_a_place_outside(addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of allocations that are said to be an element shorter than they are."""
-    new = passes.Pass.new
-
-    def short(self, *shape: int, **options) -> Tensor:
-        made = new(self, *shape, **options).view(-1)
-        return made[: max(1, len(made) - 1)]
-
-    monkeypatch.setattr(passes.Pass, "new", short)
-    given, _ = both(inputs("ssd", 70, H=1))
-    run("ssd", given)
-    assert {text.split(":")[0] for text in addresses if "store" in text} == {"prepare"}
-    assert {text.split(":")[0] for text in addresses if "load" in text} == {"output"}
 
 
 @pytest.mark.usefixtures("pair", "poisoned")

@@ -104,7 +104,7 @@ def test_returned_state_of_documents(family: str, seed: int) -> None:
     assert_same_calls(family, packed(family, [0, 1, 15, 64, 0, 128, 129]))
 
 
-SPLITS = [[1, 1], [5, 59, 1], [64, 64], [63, 64, 2], [64, 200], pytest.param([200, 3, 300], marks=pytest.mark.slow)]
+SPLITS = [[1, 1], [5, 59, 1], [64, 64], [63, 64, 2], [64, 130], pytest.param([200, 3, 300], marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("lengths", SPLITS)
