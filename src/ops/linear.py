@@ -13,6 +13,9 @@ from src.ops.checks import check_recurrent, check_state, check_state_tensor
 from src.ops.chunked import chunked
 from src.ops.state import LinearState, LogLinearState
 
+HAS_TRITON = find_spec("triton") is not None
+"""Asked once: ``torch.compile`` cannot trace the question (torch 2.11)."""
+
 
 def ssd(
     q: Tensor,
@@ -133,7 +136,7 @@ def _without_kernels(v: Tensor, beta: Tensor | None) -> str:
         return "computes in fp32: it takes float32 and bfloat16, got float64"
     if forward_ad._current_level >= 0:
         return "has no forward-mode derivatives"
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "needs the package triton"
     if v.is_cuda:
         return ""

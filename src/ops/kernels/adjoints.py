@@ -4,9 +4,9 @@ r"""The backward pass of states: what reads them, and what passes over a tile.
 tiles that read it. A group is read by its right sibling's tiles alone, so one program adds them up in order:
 no atomics. Each pair of a group and a reader is visited once, as in the forward pass.
 
-The adjoint of a tile's own state is ``D[i] = E[i] + exp(decay) D[parent]``, where ``parent = i + 2**j`` is the
-place of the smallest group that holds the one stored at ``i`` (``j`` trailing ones of ``i``): a path of at most
-``log n`` steps, which ``columns_back`` in ``between.py`` walks for itself.
+``descend``: the adjoint of a group, which is that of the tile it ends with, is ``D[i] = E[i] + exp(decay) D[parent]``,
+where ``parent = i + 2**j`` is the place of the smallest group that holds the one stored at ``i`` (``j`` trailing ones
+of ``i``).
 
 ``carry``: the gate's gradient that passes over a whole tile; see ``finish`` in ``within.py``.
 """
@@ -15,21 +15,20 @@ import triton
 import triton.language as tl
 
 from src.ops.kernels.states import VARYING, since_boundary
-from src.ops.kernels.tiles import bit_length, bit_of, document_at, document_of, product, trailing_ones
+from src.ops.kernels.tiles import bit_length, document_at, document_of, product, trailing_ones
 
 
 @triton.jit(do_not_specialize=[*VARYING, "scale", "width"])
 def adjoint(
-    q, do, cums, columns, totals, spans, nodes, dlevels, E, crossing,
-    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, J, scale, width,
+    q, do, cums, columns, totals, E,
+    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, scale, width,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
-    PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a group (a place in the tree), head and block of values. ``R = 2**TILE_BITS`` tokens a tile.
 
     Without packing, programs of large groups come first, since they take longest; ``width`` is a power of two
-    that is at least ``tiles_a_row``. With STATE, ``dlevels`` reaches the groups that are live at the end; the
-    gate's gradient through them goes to ``crossing``.
+    that is at least ``tiles_a_row``.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     SP: tl.constexpr = TILE_BITS - 6
@@ -100,22 +99,94 @@ def adjoint(
     slot = local_head.to(tl.int64) * tiles + before + i
     cell = rk[:, None] * V + rv[None, :]
     inner = (rk[:, None] < K) & (rv[None, :] < V)
-    if LOGLINEAR and STATE:
-        # Live at the end: the groups that a tile behind the last whole one would read.
-        rest = tile0 + whole
-        run = since_boundary(sums, length, chunk0, SP)
-        while rest > A + 1:
-            run += tl.load(
-                spans + (local_head * J + bit_of(rest & -rest)).to(tl.int64) * tiles + before + rest - 1 - tile0
-            )
-            rest = rest & (rest - 1)
-        if rest == A + 1:
-            at = ((z + SP) * N + n).to(tl.int64) * H + head
-            final = tl.load(dlevels + at * (K * V) + cell, mask=inner, other=0.0) * tl.exp(run)
-            acc += final
-            node = tl.load(nodes + slot * (K * V) + cell, mask=inner, other=0.0).to(tl.float32)
-            tl.store(crossing + slot * NV + part, tl.sum(final * node))
     tl.store(E + slot * (K * V) + cell, acc.to(E.dtype.element_ty), mask=inner)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def descend(
+    E, nodes, spans, stack, cums, dlevels, crossing,
+    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, J, entries,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
+    PACKED: tl.constexpr, STATE: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """One program a document, head and BLOCK of a state's SIZE elements: E becomes D, in place, right to left.
+
+    A group without a parent is live at the end: with STATE, its gradient there, ``dlevels [J', N, H, SIZE]``, takes the
+    parent's part. ``crossing [heads, tiles, slices]``, a slice each program: what passes from a group to its parent or
+    to the end, ``exp(decay) <S[i], D[parent]>``. ``stack``: scratch as in ``sweep``, here for each level the newest
+    D that is a parent of groups of that level.
+    """
+    PARTS: tl.constexpr = SIZE // BLOCK
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    local_head = (pid // PARTS) % heads
+    n = pid // (PARTS * heads)
+    start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
+    tile0 = chunk0 >> P
+    whole = ((chunk0 * 64 + length) >> (6 + P)) - tile0
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    slots = local_head.to(tl.int64) * tiles + before
+    mine = before + n
+    if ROOM == 0:
+        mine = n * J
+    own = stack + (local_head.to(tl.int64) * entries + mine) * SIZE + at
+    spans += local_head.to(tl.int64) * J * tiles + before
+    cross = crossing + slots * PARTS + part
+    run = 0.0
+    final = dlevels
+    if STATE:
+        run = since_boundary(cums + local_head.to(tl.int64) * tokens + start, length, chunk0, P)
+        final += ((P * N + n).to(tl.int64) * H + head0 + local_head) * SIZE + at
+    levels = N.to(tl.int64) * H * SIZE  # from one level to the next
+    # Four tiles at a time, so that their loads travel together; aligned, so that their tree is known.
+    left = tile0 & 3
+    for step in range(tl.where(whole > 0, (whole + left + 3) // 4, 0)):
+        i = (whole + left - 1) // 4 * 4 - left - 4 * step
+        last = i + 3
+        z = trailing_ones(tile0 + last)
+        E3, S3 = _both(E, nodes, slots + last, (last >= 0) & (last < whole), at, SIZE)
+        E2, S2 = _both(E, nodes, slots + i + 2, (i + 2 >= 0) & (i + 2 < whole), at, SIZE)
+        E1, S1 = _both(E, nodes, slots + i + 1, (i + 1 >= 0) & (i + 1 < whole), at, SIZE)
+        E0, S0 = _both(E, nodes, slots + i, (i >= 0) & (i < whole), at, SIZE)
+        above = tl.load(own + z * SIZE, mask=last + (1 << z) < whole, other=0.0)
+        D3, run = _child(E3, S3, above, spans, cross, final, z, last, whole, run, tiles, levels, PARTS, STATE)
+        D2, run = _child(E2, S2, D3, spans, cross, final, 0, i + 2, whole, run, tiles, levels, PARTS, STATE)
+        D1, run = _child(E1, S1, D3, spans, cross, final, 1, i + 1, whole, run, tiles, levels, PARTS, STATE)
+        D0, run = _child(E0, S0, D1, spans, cross, final, 0, i, whole, run, tiles, levels, PARTS, STATE)
+        place = E + (slots + i) * SIZE + at
+        tl.store(place, D0.to(E.dtype.element_ty), mask=(i >= 0) & (i < whole))
+        tl.store(place + SIZE, D1.to(E.dtype.element_ty), mask=(i + 1 >= 0) & (i + 1 < whole))
+        tl.store(place + 2 * SIZE, D2.to(E.dtype.element_ty), mask=(i + 2 >= 0) & (i + 2 < whole))
+        tl.store(place + 3 * SIZE, D3.to(E.dtype.element_ty), mask=last < whole)
+        if last < whole:
+            for j in range(2, z):
+                tl.store(own + j * SIZE, D3)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _both(E, nodes, slot, there, at, SIZE: tl.constexpr):
+    place = slot * SIZE + at
+    return (
+        tl.load(E + place, mask=there, other=0.0).to(tl.float32),
+        tl.load(nodes + place, mask=there, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _child(E, S, D, spans, cross, final, j, i, whole, run, tiles, levels, PARTS: tl.constexpr, STATE: tl.constexpr):
+    """Of the group of ``2**j`` tiles that ends at ``i``, given its parent's; ``run``: decay from it to the end."""
+    up = i + (1 << j)
+    there = (i >= 0) & (up < whole)
+    weight = tl.where(there, tl.exp(tl.load(spans + j * tiles + up, mask=there, other=0.0)), 0.0)
+    if STATE:
+        live = (i >= 0) & (i < whole) & (up >= whole)
+        D = tl.where(live, tl.load(final + j * levels, mask=live, other=0.0), D)
+        weight = tl.where(live, tl.exp(run), weight)
+        run += tl.load(spans + j * tiles + i, mask=live, other=0.0)
+        there = there | live
+    tl.store(cross + i * PARTS, weight * tl.sum(S * D), mask=there)
+    return E + weight * D, run
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -185,11 +256,12 @@ def root_adjoint(
     tl.store(droots + at, acc, mask=inner)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "JR", "parts"])
+@triton.jit(do_not_specialize=[*VARYING, "JR", "parts", "slices"])
 def carry(
     crossing, crossed, root_crossing, root_crossed, passing,
-    documents, first, N, T, tiles_a_row, tiles, heads, J, JR, parts,
-    TILE_BITS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, ROOTS: tl.constexpr, STATE: tl.constexpr,
+    documents, first, N, T, tiles_a_row, tiles, heads, J, JR, parts, slices,
+    TILE_BITS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
+    PACKED: tl.constexpr, ROOTS: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
     """``passing [heads, tiles]``: the gate's gradient through a tile, of all pairs of tokens before and behind it.
 
@@ -207,8 +279,6 @@ def carry(
     whole = (end >> TILE_BITS) - tile0
     count = tl.where(length > 0, ((end + (1 << TILE_BITS) - 1) >> TILE_BITS) - tile0, 0)
     line = local_head.to(tl.int64)
-    levels = tl.arange(0, WIDTH)
-    within = levels < J
     acc = tl.zeros([WIDTH], tl.float32)
     from_roots = 0.0
     if ROOTS and STATE:
@@ -218,20 +288,60 @@ def carry(
                     from_roots += tl.load(
                         root_crossing + ((j * N + n) * heads + local_head).to(tl.int64) * parts + part
                     )
-    for step in range(whole + 1):
+    for step in range(0, whole + 1, 4):
+        # Four tiles at a time, so that their loads travel together.
         i = whole - step
-        b = tile0 + i
-        bits = ((b >> levels) & 1 == 1) & within
-        slot = ((b >> levels) << levels) - 1 - tile0  # where the group's state stands
-        bits = bits & (slot >= 0)
-        entered = (step == 0) | ((b & ((1 << levels) - 1)) == (1 << levels) - 1)
-        outside = tl.zeros([WIDTH], tl.float32)
-        for part in range(parts):
-            at = crossing + (line * tiles + before + slot) * parts + part
-            outside += tl.load(at, mask=bits & entered & ((step > 0) | STATE), other=0.0)
-        acc = tl.where(bits, tl.where(entered, outside, acc), 0.0)
-        if i < count:
-            tl.store(passing + line * tiles + before + i, tl.sum(acc) + from_roots)
-            acc += tl.load(crossed + (line * J + levels) * tiles + before + i, mask=bits, other=0.0)
-            if ROOTS:
-                from_roots += tl.load(root_crossed + line * tiles + before + i)
+        bits0, entered0, outside0, own0, root0 = _around(
+            crossing, crossed, root_crossed, line, before, tile0, i, step == 0, count,
+            tiles, J, slices, WIDTH, SLICES, P, ROOTS, STATE,
+        )  # fmt: skip
+        bits1, entered1, outside1, own1, root1 = _around(
+            crossing, crossed, root_crossed, line, before, tile0, i - 1, False, count,
+            tiles, J, slices, WIDTH, SLICES, P, ROOTS, STATE,
+        )  # fmt: skip
+        bits2, entered2, outside2, own2, root2 = _around(
+            crossing, crossed, root_crossed, line, before, tile0, i - 2, False, count,
+            tiles, J, slices, WIDTH, SLICES, P, ROOTS, STATE,
+        )  # fmt: skip
+        bits3, entered3, outside3, own3, root3 = _around(
+            crossing, crossed, root_crossed, line, before, tile0, i - 3, False, count,
+            tiles, J, slices, WIDTH, SLICES, P, ROOTS, STATE,
+        )  # fmt: skip
+        for u in tl.static_range(4):
+            bits = bits0 if u == 0 else bits1 if u == 1 else bits2 if u == 2 else bits3
+            entered = entered0 if u == 0 else entered1 if u == 1 else entered2 if u == 2 else entered3
+            outside = outside0 if u == 0 else outside1 if u == 1 else outside2 if u == 2 else outside3
+            acc = tl.where(bits, tl.where(entered, outside, acc), 0.0)
+            there = (i - u >= 0) & (i - u < count)
+            tl.store(passing + line * tiles + before + i - u, tl.sum(acc) + from_roots, mask=there)
+            acc += own0 if u == 0 else own1 if u == 1 else own2 if u == 2 else own3
+            from_roots += root0 if u == 0 else root1 if u == 1 else root2 if u == 2 else root3
+
+
+@triton.jit
+def _around(
+    crossing, crossed, root_crossed, line, before, tile0, i, at_end, count, tiles, J, slices,
+    WIDTH: tl.constexpr, SLICES: tl.constexpr, P: tl.constexpr, ROOTS: tl.constexpr, STATE: tl.constexpr,
+):  # fmt: skip
+    """Of tile ``i``: the levels that it reads, those whose right siblings end with it, what passes behind these, and
+    what it adds itself, to each level and to the groups of earlier calls."""
+    levels = tl.arange(0, WIDTH)
+    b = tile0 + i
+    slot = ((b >> levels) << levels) - 1 - tile0  # where the group's state stands
+    bits = ((b >> levels) & 1 == 1) & (levels < J) & (slot >= 0) & (i >= 0)
+    entered = ((b & ((1 << levels) - 1)) == (1 << levels) - 1) | at_end
+    piece = tl.arange(0, SLICES)
+    pieces = crossing + ((line * tiles + before + slot) * slices)[:, None] + piece[None, :]
+    asked = bits & entered
+    if not STATE:
+        asked = asked & (not at_end)
+    outside = tl.sum(tl.load(pieces, mask=asked[:, None] & (piece < slices)[None, :], other=0.0), 1)
+    own = tl.zeros([WIDTH], tl.float32)
+    root = 0.0
+    there = (i >= 0) & (i < count)
+    for chunk in tl.static_range(1 << P):
+        at = ((line * J + levels) * tiles + before + i << P) + chunk
+        own += tl.load(crossed + at, mask=bits & there, other=0.0)
+        if ROOTS:
+            root += tl.load(root_crossed + (line * tiles + before + i << P) + chunk, mask=there, other=0.0)
+    return bits, entered, outside, own, root

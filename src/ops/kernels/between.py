@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from src.ops.kernels.states import VARYING
-from src.ops.kernels.tiles import bit_length, bit_of, decay, document_at, document_of, product, reads, trailing_ones
+from src.ops.kernels.tiles import bit_length, bit_of, decay, document_at, document_of, product, reads
 
 BLOCKS = ["scale", "blocks", "block0", "heads_a_block", "partials"]
 
@@ -41,33 +41,36 @@ def rows(
     q, do, cums, columns, nodes, spans, since, roots, dq, dcolumns, row_gates, crossed, root_crossed,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, J,
     scale, blocks, block0, heads_a_block, partials,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, ROOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of ``R = 2**TILE_BITS`` queries and some heads of a group.
+    """One program a chunk of ``C = 2**BITS`` queries and some heads of a group.
 
     ``dq [partials, tokens, G, K]``: partial sums over heads. ``dcolumns [heads, L + 2, tokens]``:
     the level scales' gradient; line ``L`` takes the levels that share the last scale. ``row_gates [heads, tokens]``:
-    ``sum_j lambda_j dlambda_j``; its sum over a tile goes to ``crossed [heads, J, tiles]``, a level each, and that
-    of groups of earlier calls to ``root_crossed [heads, tiles]``.
+    ``sum_j lambda_j dlambda_j``; its sum over a chunk goes to ``crossed [heads, J, chunks]``, a level each, and that
+    of groups of earlier calls to ``root_crossed [heads, chunks]``; a tile has ``2**P`` chunks.
     """
-    SP: tl.constexpr = TILE_BITS - 6
+    C: tl.constexpr = 1 << BITS
+    SP: tl.constexpr = BITS + P - 6
     pid = tl.program_id(0)
     block = pid % blocks
-    tile = pid // blocks
+    chunk = pid // blocks
+    tile = chunk >> P
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
     tile0 = chunk0 >> SP
     A = tile0 + tile - before
-    begin = (A << TILE_BITS) - chunk0 * 64
+    begin = ((A << SP) - chunk0) * 64
     if begin >= length:
         return
+    begin += (chunk & ((1 << P) - 1)) * C  # none of its queries may be there, and its sums are 0 then
     in_group = per_group // heads_a_block
     group = (block0 + block) // in_group
     groups = H // per_group
     rk = tl.arange(0, BK)
     rv = tl.arange(0, BV)
-    row = tl.arange(0, R)
+    row = tl.arange(0, C)
     valid = (row >= -begin) & (row < length - begin)
     base = start + begin
     query = tl.load(
@@ -75,7 +78,7 @@ def rows(
         mask=valid[:, None] & (rk[None, :] < K),
         other=0.0,
     )
-    acc = tl.zeros([R, BK], tl.float32)
+    acc = tl.zeros([C, BK], tl.float32)
     count = reads(A, tile0) if LOGLINEAR else 1
     for i in range(heads_a_block):
         local_head = block * heads_a_block + i
@@ -87,15 +90,15 @@ def rows(
         strength = tl.exp(tl.load(cums + line * tokens + base + row, mask=valid, other=0.0)) * scale
         grads = do + (base * H + head) * V
         grad = tl.load(grads + row[:, None] * (H * V) + rv[None, :], mask=valid[:, None] & (rv[None, :] < V), other=0.0)
-        gates = tl.zeros([R], tl.float32)
-        shared = tl.zeros([R], tl.float32)
+        gates = tl.zeros([C], tl.float32)
+        shared = tl.zeros([C], tl.float32)
         rest = A
         run = 0.0
         for _ in range(count):
             slot = tile
             if LOGLINEAR:
                 slot = before + rest - 1 - tile0
-            X = through(nodes + (line * tiles + slot) * (K * V), grads, grad, row, valid, H, R, K, V, BK, BV, PRECISION)
+            X = through(nodes + (line * tiles + slot) * (K * V), grads, grad, row, valid, H, C, K, V, BK, BV, PRECISION)
             weight = strength
             if LOGLINEAR:
                 weight = strength * tl.exp(run)
@@ -103,7 +106,7 @@ def rows(
             if LOGLINEAR:
                 j = bit_of(rest & -rest)
                 run += tl.load(spans + (line * J + j) * tiles + slot)
-                index = TILE_BITS + 1 + j
+                index = BITS + P + 1 + j
                 lam = tl.load(lams + tl.minimum(index, L - 1).to(tl.int64) * tokens + row, mask=valid, other=0.0)
                 if index < L - 1:
                     tl.store(dlams + index.to(tl.int64) * tokens + row, dlam, mask=valid)
@@ -111,7 +114,7 @@ def rows(
                     shared += dlam
                 weight *= lam.to(tl.float32)
                 dlam *= lam.to(tl.float32)
-                tl.store(crossed + (line * J + j) * tiles + tile, tl.sum(dlam))
+                tl.store(crossed + ((line * J + j) * tiles << P) + chunk, tl.sum(dlam))
                 rest = rest & (rest - 1)
             gates += dlam
             acc += weight[:, None] * X
@@ -123,7 +126,7 @@ def rows(
             while rest > 0:
                 j = bit_of(rest & -rest)
                 source = roots + ((j * N + n).to(tl.int64) * H + head) * (K * V)
-                X = through(source, grads, grad, row, valid, H, R, K, V, BK, BV, PRECISION)
+                X = through(source, grads, grad, row, valid, H, C, K, V, BK, BV, PRECISION)
                 dlam = strength * tl.sum(query * X, 1)
                 index = 6 + bit_length(here ^ (rest - 1))
                 lam = tl.load(lams + tl.minimum(index, L - 1).to(tl.int64) * tokens + row, mask=valid, other=0.0)
@@ -139,7 +142,7 @@ def rows(
                 total += tl.sum(dlam)
                 acc += (strength * lam.to(tl.float32))[:, None] * X
                 rest = rest & (rest - 1)
-            tl.store(root_crossed + line * tiles + tile, total)
+            tl.store(root_crossed + (line * tiles << P) + chunk, total)
         tl.store(row_gates + line * tokens + base + row, gates, mask=valid)
         if LOGLINEAR:
             tl.store(dlams + L.to(tl.int64) * tokens + row, shared, mask=valid)
@@ -153,19 +156,17 @@ def rows(
 
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
 def columns_back(
-    k, v, cums, totals, spans, nodes, E, dhalf, dv, dk, column_gates, crossing,
-    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, J,
+    k, v, cums, totals, adjoints, dhalf, dv, dk, column_gates,
+    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group,
     blocks, block0, heads_a_block, partials,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of ``R = 2**TILE_BITS`` keys and some heads of a group.
 
-    ``dv [tokens, H, V]`` and the partial sums ``dk [partials, tokens, G, K]`` of what reaches a
-    token from behind its tile; ``column_gates [heads, tokens]``: ``<v_s, dv_s>`` of these. ``crossing [heads, tiles,
-    blocks of values]``: of the group stored there, ``<S, adjoint of its parent>``, decayed; for the linear form
-    ``<state before the tile, adjoint of the state behind it>``. With HALF, the first chunk of a short last tile
-    has the gradient ``dhalf [N, H, K, V]``.
+    ``dv [tokens, H, V]`` and the partial sums ``dk [partials, tokens, G, K]`` of what reaches a token from behind its
+    tile, through ``adjoints [heads, tiles, K, V]``; ``column_gates [heads, tokens]``: ``<v_s, dv_s>`` of these. With
+    HALF, the first chunk of a short last tile has the gradient ``dhalf [N, H, K, V]``.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     SP: tl.constexpr = TILE_BITS - 6
@@ -174,13 +175,10 @@ def columns_back(
     tile = pid // blocks
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    tile0 = chunk0 >> SP
-    i_tile = tile - before
-    A = tile0 + i_tile
-    begin = (A << TILE_BITS) - chunk0 * 64
+    begin = ((((chunk0 >> SP) + tile - before) << SP) - chunk0) * 64
     if begin >= length:
         return
-    whole = ((chunk0 * 64 + length) >> TILE_BITS) - tile0
+    whole = begin + R <= length
     in_group = per_group // heads_a_block
     group = (block0 + block) // in_group
     groups = H // per_group
@@ -198,8 +196,6 @@ def columns_back(
         local_head = block * heads_a_block + h
         head = head0 + local_head
         line = local_head.to(tl.int64)
-        if LOGLINEAR:
-            own_spans = spans + line * J * tiles + before
         G = tl.load(cums + line * tokens + base + row, mask=valid, other=0.0)
         total = tl.load(totals + line * tiles + tile)
         edge = decay(total - G)
@@ -208,60 +204,22 @@ def columns_back(
             rv = part * BV + tl.arange(0, BV)
             cell = rk[:, None] * V + rv[None, :]
             inner = (rk[:, None] < K) & (rv[None, :] < V)
-            D = tl.zeros([BK, BV], tl.float32)
-            if LOGLINEAR:
-                if i_tile < whole:
-                    D = tl.load(E + (line * tiles + tile) * (K * V) + cell, mask=inner, other=0.0).to(tl.float32)
-                    # Up the tree, two steps at a time, so that their loads travel together.
-                    i = i_tile
-                    run = 0.0
-                    up = i + (1 << trailing_ones(A))
-                    while up < whole:
-                        run += tl.load(own_spans + trailing_ones(tile0 + i) * tiles + up)
-                        above = tl.load(E + (line * tiles + before + up) * (K * V) + cell, mask=inner, other=0.0)
-                        weight = tl.exp(run)
-                        i = up
-                        up = i + (1 << trailing_ones(tile0 + i))
-                        further = up < whole
-                        run += tl.load(own_spans + trailing_ones(tile0 + i) * tiles + up, mask=further, other=0.0)
-                        top = tl.load(
-                            E + (line * tiles + before + up) * (K * V) + cell, mask=inner & further, other=0.0
-                        )
-                        D += weight * above.to(tl.float32) + tl.exp(run) * top.to(tl.float32)
-                        i = tl.where(further, up, i)
-                        up = i + (1 << trailing_ones(tile0 + i))
-                    # The left children of the group that ends here.
-                    z = trailing_ones(A)
-                    for j in range(z):
-                        child = i_tile - (1 << j)
-                        if child >= 0:
-                            span = tl.load(own_spans + j * tiles + i_tile)
-                            slot = line * tiles + before + child
-                            node = tl.load(nodes + slot * (K * V) + cell, mask=inner, other=0.0).to(tl.float32)
-                            tl.store(crossing + slot * NV + part, tl.exp(span) * tl.sum(node * D))
-                elif HALF:
-                    if (begin + 64 <= length) & (begin + 64 > 0):
-                        D = tl.load(dhalf + (n.to(tl.int64) * H + head) * (K * V) + cell, mask=inner, other=0.0)
-                        middle = tl.load(cums + line * tokens + base + 63)
-                        edge = tl.where(row < 64, decay(middle - G), 0.0)
-            else:
-                D = tl.load(E + (line * tiles + tile) * (K * V) + cell, mask=inner, other=0.0).to(tl.float32)
-                node = tl.load(nodes + (line * tiles + tile) * (K * V) + cell, mask=inner, other=0.0)
-                crossed = tl.exp(total) * tl.sum(node.to(tl.float32) * D)
-                tl.store(crossing + (line * tiles + tile) * NV + part, crossed)
-            D = D.to(key.dtype)
             at = (base * H + head) * V
             values = row[:, None] * (H * V) + rv[None, :]
             here = valid[:, None] & (rv[None, :] < V)
+            value = tl.load(v + at + values, mask=here, other=0.0)  # early, so that it has arrived when it is needed
+            # Of the log-linear form, a tile that is not whole has no state.
+            there = inner & (whole | (not LOGLINEAR))
+            D = tl.load(adjoints + (line * tiles + tile) * (K * V) + cell, mask=there, other=0.0)
+            if HALF:
+                if (not whole) & (begin + 64 <= length) & (begin + 64 > 0):
+                    D = tl.load(dhalf + (n.to(tl.int64) * H + head) * (K * V) + cell, mask=inner, other=0.0).to(D.dtype)
+                    middle = tl.load(cums + line * tokens + base + 63)
+                    edge = tl.where(row < 64, decay(middle - G), 0.0)
             back = edge[:, None] * product(key, D, PRECISION)
-            gates += tl.sum(tl.load(v + at + values, mask=here, other=0.0) * back, 1)
+            gates += tl.sum(value * back, 1)
             tl.store(dv + at + values, back.to(dv.dtype.element_ty), mask=here)
-            valueT = tl.load(
-                v + at + row[None, :] * (H * V) + rv[:, None],
-                mask=valid[None, :] & (rv[:, None] < V),
-                other=0.0,
-            )
-            dkT += product(D, (valueT * edge[None, :]).to(key.dtype), PRECISION)
+            dkT += product(D, tl.trans((value * edge[:, None]).to(key.dtype)), PRECISION)
         tl.store(column_gates + line * tokens + base + row, gates, mask=valid)
     turn = (block0 + block) % in_group
     to = dk + ((turn % partials * tokens + base) * groups + group) * K + row[None, :] * (groups * K) + rk[:, None]

@@ -12,7 +12,17 @@ import triton
 import triton.language as tl
 
 from src.ops.kernels.states import VARYING
-from src.ops.kernels.tiles import bit_length, bit_of, decay, document_at, document_of, level_weights, product, reads
+from src.ops.kernels.tiles import (
+    bit_length,
+    bit_of,
+    decay,
+    document_at,
+    document_of,
+    group_scales,
+    level_weights,
+    product,
+    reads,
+)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "scale", "blocks", "block0", "heads_a_block"])
@@ -81,38 +91,41 @@ def output(
         sums = cums + local_head.to(tl.int64) * tokens + base
         G = tl.load(sums + inside, mask=valid, other=0.0)
         value = tl.load(v + (base * H + head) * V + cell, mask=valid[:, None] & (rv[None, :] < V), other=0.0)
+        if P == 1:
+            # Here, so that it travels together with the own block's.
+            edge = tl.load(sums - 1, mask=has_left, other=0.0)
+            G_left = tl.load(sums - C + inside, mask=has_left, other=0.0)
+            left_value = tl.load(v + (left * H + head) * V + cell, mask=has_left & (rv[None, :] < V), other=0.0)
         weight = decay(G[:, None] - G[None, :])
         if LOGLINEAR:
             lams = columns + local_head.to(tl.int64) * L * tokens + base
-            weight *= level_weights(lams, tokens, valid, L, BITS)
+            weight *= level_weights(lams, tokens, inside, valid, L, BITS)
         attention = tl.where(causal, scores * weight, 0.0).to(value.dtype)
         acc = product(attention, value, PRECISION)
         if P == 1:
             if has_left:
-                edge = tl.load(sums - 1)
-                G_left = tl.load(sums - C + inside)
-                value = tl.load(v + (left * H + head) * V + cell, mask=rv[None, :] < V, other=0.0)
-                value = (value * decay(edge - G_left)[:, None]).to(value.dtype)
+                left_value = (left_value * decay(edge - G_left)[:, None]).to(value.dtype)
                 strength = decay(G - edge)
                 if LOGLINEAR:
                     index = tl.minimum(BITS + 1, L - 1).to(tl.int64)
                     strength *= tl.load(lams + index * tokens + inside, mask=valid, other=0.0).to(tl.float32)
-                acc += strength[:, None] * product(left_scores, value, PRECISION)
+                acc += strength[:, None] * product(left_scores, left_value, PRECISION)
         if NODES:
             strength = tl.exp(G) * scale
             rest = A
             run = 0.0
+            if LOGLINEAR:
+                lam = group_scales(lams, rest, BITS + P + 1, tokens, inside, valid, L)
             for _ in range(count):
                 slot = tile
                 weight_row = strength
                 if LOGLINEAR:
-                    j = bit_of(rest & -rest)
                     slot = before + rest - 1 - tile0
-                    index = tl.minimum(BITS + P + 1 + j, L - 1).to(tl.int64)
-                    lam = tl.load(lams + index * tokens + inside, mask=valid, other=0.0).to(tl.float32)
                     weight_row = strength * lam * tl.exp(run)
-                    run += tl.load(spans + (local_head * J + j).to(tl.int64) * tiles + slot)
+                    run += tl.load(spans + (local_head * J + bit_of(rest & -rest)).to(tl.int64) * tiles + slot)
                     rest = rest & (rest - 1)
+                    # The next group's, so that it travels while this one is used.
+                    lam = group_scales(lams, rest, BITS + P + 1, tokens, inside, valid, L)
                 node = tl.load(
                     nodes + (local_head.to(tl.int64) * tiles + slot) * (K * V) + rk[:, None] * V + rv[None, :],
                     mask=(rk[:, None] < K) & (rv[None, :] < V),

@@ -56,21 +56,23 @@ class Pass:
         if not self.more:
             return
         if not sizes.loglinear:
-            self.scan(given["nodes"], self.roots, levels, reverse=False)
+            self.scan(given["nodes"], self.roots, levels)
             return
         programs = self._sweep_programs()
         size = sizes.K * sizes.V
-        scratch = {
-            "stack": self.new(self.heads, sizes.entries, size),
-            "kept": self.new(programs, sizes.J),
-        }
-        self.run(states.sweep, programs, **scratch, **state)
+        self.given["stack"] = self.new(self.heads, sizes.entries, size)
+        self.run(states.sweep, programs, kept=self.new(programs, sizes.J), **state)
         if self.roots is not None and levels is not None:
             self.run(states.keep_roots, programs, levels=levels)
 
-    def scan(self, nodes: Tensor, initial: Tensor | None, final: Tensor | None, *, reverse: bool) -> None:
+    def scan(
+        self, leaves: Tensor, initial: Tensor | None, final: Tensor | None, crossing: Tensor | None = None
+    ) -> None:
+        """Left to right or, with ``crossing``, right to left."""
         ends = {"initial": initial, "INITIAL": initial is not None, "final": final, "FINAL": final is not None}
-        self.run(states.scan, self._sweep_programs(), nodes=nodes, **ends, REVERSE=reverse)
+        self.run(
+            states.scan, self._sweep_programs(), leaves=leaves, crossing=crossing, **ends, REVERSE=crossing is not None
+        )
 
     def _sweep_programs(self) -> int:
         return self.sizes.layout.count * self.heads * (self.given["SIZE"] // self.given["BLOCK"])
@@ -100,30 +102,34 @@ class Pass:
         self.run(
             within.inside, (tiles << plan.pair) * self.blocks, MORE=self.more or plan.pair == 1, warps=plan.square_warps
         )
-        self.run(within.finish, tiles * self.heads, passing=passing)
+        whole = {} if not sizes.loglinear else {"slices": 1, "SLICES": 1}  # the log-linear form's is summed by now
+        self.run(within.finish, tiles * self.heads, passing=passing, **whole)
 
     def between(self, gates: Tensor) -> Tensor:
-        """What passes from tile to tile; returns the gates' gradient over whole tiles."""
+        """What passes from tile to tile; returns the gates' gradient over whole tiles, a part of it each slice."""
         sizes, plan, layout, given = self.sizes, self.sizes.plan, self.sizes.layout, self.given
         tiles, parts = layout.tiles, sizes.value_blocks
-        crossing = self.new(self.heads, tiles, parts)
         E = self.new(self.heads, tiles, sizes.K * sizes.V, dtype=sizes.dtype)
+        crossing = self.new(self.heads, tiles, given["slices"])
         given |= {"E": E, "crossing": crossing, "root_crossing": None, "root_crossed": None, "crossed": None}
         places = tiles if given["PACKED"] else layout.count * given["width"]
         self.run(adjoints.adjoint, places * self.heads * parts, warps=plan.state_warps)
-        if not sizes.loglinear:
-            self.scan(E, given["dlevels"], given["droots"], reverse=True)
-        else:
-            given["crossed"] = self.new(self.heads, sizes.J, tiles)
+        if sizes.loglinear:
+            given["crossed"] = self.new(self.heads, sizes.J, tiles << plan.pair)
+            self.run(adjoints.descend, self._sweep_programs(), warps=8)
             if given["ROOTS"]:
                 roots = given["JR"] * layout.count * self.heads
                 given["root_crossing"] = self.new(roots, parts)
-                given["root_crossed"] = self.new(self.heads, tiles)
+                given["root_crossed"] = self.new(self.heads, tiles << plan.pair)
                 self.run(adjoints.root_adjoint, roots * parts, warps=plan.state_warps)
-        self.run(between.rows, tiles * self.blocks, row_gates=gates[3], warps=8)
+        else:
+            self.scan(E, given["dlevels"], given["droots"], crossing)
+        self.run(between.rows, (tiles << plan.pair) * self.blocks, row_gates=gates[3], warps=plan.row_warps)
         has_half = given["STATE"] and sizes.loglinear and plan.pair == 1
         half = {"dhalf": given["dlevels"] if has_half else None, "HALF": has_half}
-        self.run(between.columns_back, tiles * self.blocks, column_gates=gates[4], **half, warps=8)
+        self.run(
+            between.columns_back, tiles * self.blocks, adjoints=E, column_gates=gates[4], **half, warps=8, stages=3
+        )
         if not sizes.loglinear:
             return crossing
         passing = self.new(self.heads, tiles)

@@ -53,6 +53,11 @@ class Plan:
         return 4 if self.precision == "tf32" else 8
 
     @property
+    def row_warps(self) -> int:
+        """Of ``rows``: two sums of 64 x BK are in registers."""
+        return 4 if self.pair else 8
+
+    @property
     def state_warps(self) -> int:
         """Of a program that has a state in registers."""
         return 8 if self.key_block > 128 else 4

@@ -53,6 +53,7 @@ class Sizes:
         self.blocks = H // self.block_heads
         self.partials = min(per_group // self.block_heads, self.blocks_a_pass)
         size = K * V
+        block = min(SWEEP_BLOCK, size & -size)
         self.given = {
             "PACKED": N is not None,
             "N": at.count, "T": T, "tiles_a_row": at.tiles_a_row, "tiles": at.tiles, "tokens": at.tokens,
@@ -60,9 +61,9 @@ class Sizes:
             "parts": self.value_blocks, "partials": self.partials,
             "width": triton.next_power_of_2(at.tiles_a_row),
             "K": K, "V": V, "BK": plan.key_block, "BV": plan.value_block,
-            "BL": max(2, triton.next_power_of_2(self.L)), "SIZE": size, "BLOCK": min(SWEEP_BLOCK, size & -size),
+            "BL": max(2, triton.next_power_of_2(self.L)), "SIZE": size, "BLOCK": block,
             "P": plan.pair, "BITS": CHUNK_BITS, "R": plan.tile, "TILE_BITS": plan.tile_bits,
-            "PARTS": 1 if self.loglinear else self.value_blocks, "WIDTH": 32,
+            "slices": size // block, "SLICES": triton.next_power_of_2(size // block), "WIDTH": 32,
             "LOGLINEAR": self.loglinear, "PRECISION": plan.precision,
             "entries": self.entries, "ROOM": int(by_tiles),
             "LEAVES": self.more, "NODES": self.more, "MORE": self.more,

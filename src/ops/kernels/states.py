@@ -217,7 +217,7 @@ def since_boundary(cums, length, chunk0, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def scan(
-    nodes, totals, initial, final,
+    leaves, nodes, totals, initial, final, crossing,
     documents, first, N, T, tiles_a_row, tiles, heads, head0, H,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
     PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, REVERSE: tl.constexpr, R: tl.constexpr,
@@ -225,7 +225,8 @@ def scan(
     """Linear form, one program a document, head and BLOCK elements: leaves become states before their tiles.
 
     With REVERSE, right to left: what tiles add to the adjoint of the state before them becomes the adjoint of the
-    state behind them. ``initial, final [N, H, SIZE]``: where the run begins and where it ends.
+    state behind them; ``crossing [heads, tiles, slices]``, a slice each program: ``exp(decay) <state before, adjoint
+    behind>``. ``initial, final [N, H, SIZE]``: where the run begins and where it ends.
     """
     PARTS: tl.constexpr = SIZE // BLOCK
     pid = tl.program_id(0)
@@ -248,16 +249,24 @@ def scan(
         begin = i
         if REVERSE:
             begin = count - 1 - i
-        node0, span0 = _leaf(nodes, totals, slots, begin, count, at, SIZE)
-        node1, span1 = _leaf(nodes, totals, slots, begin + step, count, at, SIZE)
-        node2, span2 = _leaf(nodes, totals, slots, begin + 2 * step, count, at, SIZE)
-        node3, span3 = _leaf(nodes, totals, slots, begin + 3 * step, count, at, SIZE)
+        leaf0, span0 = _leaf(leaves, totals, slots, begin, count, at, SIZE)
+        leaf1, span1 = _leaf(leaves, totals, slots, begin + step, count, at, SIZE)
+        leaf2, span2 = _leaf(leaves, totals, slots, begin + 2 * step, count, at, SIZE)
+        leaf3, span3 = _leaf(leaves, totals, slots, begin + 3 * step, count, at, SIZE)
+        if REVERSE:
+            node0, _ = _leaf(nodes, totals, slots, begin, count, at, SIZE)
+            node1, _ = _leaf(nodes, totals, slots, begin + step, count, at, SIZE)
+            node2, _ = _leaf(nodes, totals, slots, begin + 2 * step, count, at, SIZE)
+            node3, _ = _leaf(nodes, totals, slots, begin + 3 * step, count, at, SIZE)
         for u in tl.static_range(4):
-            node = node0 if u == 0 else node1 if u == 1 else node2 if u == 2 else node3
+            leaf = leaf0 if u == 0 else leaf1 if u == 1 else leaf2 if u == 2 else leaf3
             span = span0 if u == 0 else span1 if u == 1 else span2 if u == 2 else span3
-            if i + u < count:
-                tl.store(nodes + (slots + begin + u * step) * SIZE + at, state.to(nodes.dtype.element_ty))
-            state = state * tl.exp(span) + node
+            slot = slots + begin + u * step
+            if REVERSE:
+                node = node0 if u == 0 else node1 if u == 1 else node2 if u == 2 else node3
+                tl.store(crossing + slot * PARTS + part, tl.exp(span) * tl.sum(node * state), mask=i + u < count)
+            tl.store(leaves + slot * SIZE + at, state.to(leaves.dtype.element_ty), mask=i + u < count)
+            state = state * tl.exp(span) + leaf
     if FINAL:
         tl.store(final + row, state)
 

@@ -91,29 +91,45 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def level_weights(lams, stride, valid, L, BITS: tl.constexpr):
-    """``M_ts = lambda_{t, level(t, s)}`` of a chunk, ``[C, C]``, from ``lams``: the first token's level 0.
+def levels_of_places(row):
+    """``[C, 8]``: the levels at which a token reads the 8 keys of its own block, by their places in it."""
+    place = (row & 7)[:, None] ^ tl.arange(0, 8)[None, :]
+    return (place > 0).to(tl.int32) + (place > 1).to(tl.int32) + (place > 3).to(tl.int32)
+
+
+@triton.jit
+def levels_of_blocks(row, BITS: tl.constexpr):
+    """``[C, C / 8]``: the levels, above 3, at which a token reads all keys of other blocks of 8."""
+    block = (row >> 3)[:, None] ^ tl.arange(0, (1 << BITS) // 8)[None, :]
+    level = block * 0 + 4
+    for bit in tl.static_range(1, BITS - 3):
+        level += (block >= (1 << bit)).to(tl.int32)
+    return level
+
+
+@triton.jit
+def scales_at(lams, level, stride, row, valid, L):
+    """Level scales ``[C, n]`` at given levels; the last serves all above it. ``lams``: the first token's level 0."""
+    index = tl.minimum(level, L - 1).to(tl.int64)
+    return tl.load(lams + index * stride + row[:, None], mask=valid[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def level_weights(lams, stride, row, valid, L, BITS: tl.constexpr):
+    """``M_ts = lambda_{t, level(t, s)}`` of a chunk, ``[C, C]``.
 
     Levels above 3 are one number for eight neighbouring keys, levels below 4 belong to eight keys alone: two
     tables of ``C x 8`` instead of a choice among all levels for each of ``C x C`` places.
     """
     C: tl.constexpr = 1 << BITS
-    B: tl.constexpr = C // 8
-    row = tl.arange(0, C)
-    blocks = (row >> 3)[:, None] ^ tl.arange(0, B)[None, :]
-    places = (row & 7)[:, None] ^ tl.arange(0, 8)[None, :]
-    near = tl.broadcast_to(level_of(lams, 0, row, stride, valid, L)[:, None], [C, 8])
-    for level in tl.static_range(1, 4):
-        near = tl.where(places >= (1 << (level - 1)), level_of(lams, level, row, stride, valid, L)[:, None], near)
-    far = tl.broadcast_to(level_of(lams, 4, row, stride, valid, L)[:, None], [C, B])
-    for level in tl.static_range(5, BITS + 1):
-        far = tl.where(blocks >= (1 << (level - 4)), level_of(lams, level, row, stride, valid, L)[:, None], far)
-    whole = tl.where((blocks == 0)[:, :, None], near[:, None, :], far[:, :, None])
-    return tl.reshape(whole, [C, C])
+    near = scales_at(lams, levels_of_places(row), stride, row, valid, L)
+    far = scales_at(lams, levels_of_blocks(row, BITS), stride, row, valid, L)
+    own = (row >> 3)[:, None] == tl.arange(0, C // 8)[None, :]
+    return tl.reshape(tl.where(own[:, :, None], near[:, None, :], far[:, :, None]), [C, C])
 
 
 @triton.jit
-def level_of(lams, level, row, stride, valid, L):
-    """A level's scales along the rows; the last scale serves all higher levels."""
-    index = tl.minimum(level, L - 1).to(tl.int64)
+def group_scales(lams, rest, lowest, stride, row, valid, L):
+    """Level scales of the smallest group of ``rest`` tiles, which is at level ``lowest`` if it is one tile."""
+    index = tl.minimum(lowest + bit_of(tl.maximum(rest & -rest, 1)), L - 1).to(tl.int64)
     return tl.load(lams + index * stride + row, mask=valid, other=0.0).to(tl.float32)

@@ -16,27 +16,34 @@ import triton.language as tl
 
 from src.ops.kernels.between import BLOCKS
 from src.ops.kernels.states import VARYING
-from src.ops.kernels.tiles import decay, document_at, document_of, level_of, level_weights, product
+from src.ops.kernels.tiles import (
+    decay,
+    document_at,
+    document_of,
+    level_weights,
+    levels_of_blocks,
+    levels_of_places,
+    product,
+)
+
+
+@triton.jit
+def values_at(x, place, valid, stride, part, V: tl.constexpr, BV: tl.constexpr):
+    """Some values of some tokens, ``[C, BV]``; ``x`` points to the first token."""
+    rv = part * BV + tl.arange(0, BV)
+    return tl.load(x + place[:, None] * stride + rv[None, :], mask=valid[:, None] & (rv[None, :] < V), other=0.0)
 
 
 @triton.jit
 def rows_by_columns(
-    rows, columns, rows_valid, columns_valid, place, key_place, stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    grad, grads, values, rows_valid, columns_valid, place, stride,
+    V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dP = do v^T``; ``rows`` and ``columns`` point to the first token of each."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    dP = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for part in range(NV):
-        rv = part * BV + tl.arange(0, BV)
-        inner = rv < V
-        grad = tl.load(
-            rows + place[:, None] * stride + rv[None, :], mask=rows_valid[:, None] & inner[None, :], other=0.0
-        )
-        value = tl.load(
-            columns + key_place[:, None] * stride + rv[None, :], mask=columns_valid[:, None] & inner[None, :], other=0.0
-        )
-        dP += product(grad, tl.trans(value), PRECISION)
+    """``dP = do v^T``; ``grads`` and ``values`` point to the first token. ``grad``: the first block of ``grads``."""
+    dP = product(grad, tl.trans(values_at(values, place, columns_valid, stride, 0, V, BV)), PRECISION)
+    for part in range(1, (V + BV - 1) // BV):
+        grad = values_at(grads, place, rows_valid, stride, part, V, BV)
+        dP += product(grad, tl.trans(values_at(values, place, columns_valid, stride, part, V, BV)), PRECISION)
     return dP
 
 
@@ -55,6 +62,12 @@ def queries_by_keys(
         key = tl.load(keys + at, mask=keys_valid[:, None] & inner[None, :], other=0.0)
         P += product(query, tl.trans(key), PRECISION)
     return P
+
+
+@triton.jit
+def by_level(parts, level, wanted):
+    """``[C, n]``: sums of the parts ``[C, m]`` that are of each wanted level."""
+    return tl.sum(tl.where(level[:, :, None] == wanted[None, None, :], parts[:, :, None], 0.0), 1)
 
 
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
@@ -96,6 +109,7 @@ def inside(
     stride = groups * K
     differ = row[:, None] ^ row[None, :]
     causal = (row[:, None] >= row[None, :]) & valid[:, None] & valid[None, :]
+    first_values = tl.arange(0, BV)[:, None]
     scores = queries_by_keys(q + here, k + here, valid, valid, row, stride, C, K, KB, PRECISION) * scale
     dscores = tl.zeros([C, C], tl.float32)
     for i in range(heads_a_block):
@@ -105,41 +119,39 @@ def inside(
         sums = cums + line * tokens + base
         sides = gates + line * tokens + base
         values, grads = v + (base * H + head) * V, do + (base * H + head) * V
-        dP = rows_by_columns(grads, values, valid, valid, row, row, H * V, C, C, V, BV, PRECISION)
+        outputs = dv + (base * H + head) * V + row[None, :] * (H * V)
+        if MORE and NV == 1:  # early, so that it has arrived when it is needed
+            rest = tl.load(outputs + first_values, mask=valid[None, :] & (first_values < V), other=0.0)
+        grad = values_at(grads, row, valid, H * V, 0, V, BV)
+        dP = rows_by_columns(grad, grads, values, valid, valid, row, H * V, V, BV, PRECISION)
         G = tl.load(sums + row, mask=valid, other=0.0)
         mask = tl.where(causal, decay(G[:, None] - G[None, :]), 0.0)
         if LOGLINEAR:
             lams = columns + line * L * tokens + base
             dlams = dcolumns + line * (L + 2) * tokens + base
-            levels = level_weights(lams, tokens, valid, L, BITS)
+            levels = level_weights(lams, tokens, row, valid, L, BITS)
             attention = (scores * mask * levels).to(do.dtype.element_ty)
             dP *= mask
             both = scores * dP
             dP *= levels
-            # A level's part of each row, by the same two tables that give the weights.
-            blocks_of_keys = tl.reshape(both, [C, C // 8, 8])
-            own_block = (row >> 3)[:, None] ^ tl.arange(0, C // 8)[None, :]
-            own_place = (row & 7)[:, None] ^ tl.arange(0, 8)[None, :]
-            far = tl.sum(blocks_of_keys, 2)
-            near = tl.sum(tl.where((own_block == 0)[:, :, None], blocks_of_keys, 0.0), 1)
-            row_gates = tl.zeros([C], tl.float32)
-            shared = tl.zeros([C], tl.float32)
-            for level in tl.static_range(BITS + 1):
-                if level < 4:
-                    least = (1 << level) >> 1
-                    dlam = tl.sum(tl.where((own_place >= least) & (own_place < 1 << level), near, 0.0), 1)
-                else:
-                    least = 1 << (level - 4)
-                    dlam = tl.sum(tl.where((own_block >= least) & (own_block < 2 * least), far, 0.0), 1)
-                if level > 0:
-                    row_gates += level_of(lams, level, row, tokens, valid, L) * dlam
-                if level < L - 1:
-                    tl.store(dlams + level * tokens.to(tl.int64) + row, dlam, mask=valid)
-                else:
-                    shared += dlam
-            if BITS >= L - 1:
-                tl.store(dlams + (L - 1).to(tl.int64) * tokens + row, shared, mask=valid)
+            # Each level's part of a row, from the same two tables: sums over a block of keys, and over the own block.
+            by_block = tl.reshape(both, [C, C // 8, 8])
+            own = (row >> 3)[:, None] == tl.arange(0, C // 8)[None, :]
+            far = tl.sum(by_block, 2)
+            near = tl.sum(tl.where(own[:, :, None], by_block, 0.0), 1)
+            low, high, last = tl.arange(0, 4), tl.arange(0, 4) + 4, L - 1
+            low_parts = by_level(near, levels_of_places(row), low)
+            high_parts = by_level(tl.where(own, 0.0, far), levels_of_blocks(row, BITS), high)
+            at_low = dlams + low[None, :].to(tl.int64) * tokens + row[:, None]
+            at_high = dlams + high[None, :].to(tl.int64) * tokens + row[:, None]
+            tl.store(at_low, low_parts, mask=valid[:, None] & (low < last)[None, :])
+            tl.store(at_high, high_parts, mask=valid[:, None] & ((high < last) & (high <= BITS))[None, :])
+            if last <= BITS:
+                shared = tl.sum(tl.where((low >= last)[None, :], low_parts, 0.0), 1)
+                shared += tl.sum(tl.where((high >= last)[None, :], high_parts, 0.0), 1)
+                tl.store(dlams + last.to(tl.int64) * tokens + row, shared, mask=valid)
             both = tl.where(differ == 0, 0.0, both * levels)
+            row_gates = tl.sum(both, 1)
         else:
             dP *= mask
             attention = (scores * mask).to(do.dtype.element_ty)
@@ -149,16 +161,16 @@ def inside(
         tl.store(sides + row, row_gates, mask=valid)
         tl.store(sides + kind + row, tl.sum(both, 0), mask=valid)
         for part in range(NV):
-            rv = part * BV + tl.arange(0, BV)
-            gradT = tl.load(
-                grads + row[None, :] * (H * V) + rv[:, None], mask=valid[None, :] & (rv[:, None] < V), other=0.0
-            )
-            back = product(gradT, attention, PRECISION)
-            outputs = dv + (base * H + head) * V + row[None, :] * (H * V) + rv[:, None]
-            into = valid[None, :] & (rv[:, None] < V)
+            rv = part * BV + first_values
+            into = valid[None, :] & (rv < V)
+            if NV > 1:
+                grad = values_at(grads, row, valid, H * V, part, V, BV)
+            back = product(tl.trans(grad), attention, PRECISION)
             if MORE:
-                back += tl.load(outputs, mask=into, other=0.0).to(tl.float32)
-            tl.store(outputs, back.to(dv.dtype.element_ty), mask=into)
+                if NV > 1:
+                    rest = tl.load(outputs + rv, mask=into, other=0.0)
+                back += rest.to(tl.float32)
+            tl.store(outputs + rv, back.to(dv.dtype.element_ty), mask=into)
 
     # Once for all heads, some of the K columns at a time.
     dscores = (dscores * scale).to(do.dtype.element_ty)
@@ -224,6 +236,7 @@ def pairs(
     here = (base * groups + group) * K
     step = C * groups * K
     stride = groups * K
+    first_values = tl.arange(0, BV)[:, None]
     scores = queries_by_keys(q + here + step, k + here, later_valid, valid, row, stride, C, K, KB, PRECISION)
     scores = (scores * scale).to(do.dtype.element_ty)
     dscores = tl.zeros([C, C], tl.float32)
@@ -235,7 +248,11 @@ def pairs(
         sums = cums + line * tokens + base
         sides = gates + 2 * kind + line * tokens + base
         values, grads = v + (base * H + head) * V, do + (base * H + head) * V + C * H * V
-        dP = rows_by_columns(grads, values, later_valid, valid, row, row, H * V, C, C, V, BV, PRECISION)
+        outputs = dv + (base * H + head) * V + row[None, :] * (H * V)
+        if MORE and NV == 1:  # early, so that it has arrived when it is needed
+            rest = tl.load(outputs + first_values, mask=valid[None, :] & (first_values < V), other=0.0)
+        grad = values_at(grads, row, later_valid, H * V, 0, V, BV)
+        dP = rows_by_columns(grad, grads, values, later_valid, valid, row, H * V, V, BV, PRECISION)
         edge = tl.load(sums + C - 1, mask=(length - begin >= C) & (begin >= 0), other=0.0)
         outgoing = decay(edge - tl.load(sums + row, mask=valid, other=0.0))
         incoming = decay(tl.load(sums + C + row, mask=later_valid, other=0.0) - edge)
@@ -255,19 +272,20 @@ def pairs(
         tl.store(sides + C + row, row_gates, mask=later_valid)
         tl.store(sides + row, -tl.sum(scores.to(tl.float32) * dP, 0), mask=valid)
         for part in range(NV):
-            rv = part * BV + tl.arange(0, BV)
-            gradT = tl.load(
-                grads + row[None, :] * (H * V) + rv[:, None], mask=later_valid[None, :] & (rv[:, None] < V), other=0.0
-            )
-            back = product((gradT * incoming[None, :]).to(do.dtype.element_ty), scores, PRECISION) * outgoing[None, :]
-            outputs = dv + (base * H + head) * V + row[None, :] * (H * V) + rv[:, None]
-            inner = valid[None, :] & (rv[:, None] < V)
+            rv = part * BV + first_values
+            inner = valid[None, :] & (rv < V)
+            if NV > 1:
+                grad = values_at(grads, row, later_valid, H * V, part, V, BV)
+            weighted = (tl.trans(grad) * incoming[None, :]).to(do.dtype.element_ty)
+            back = product(weighted, scores, PRECISION) * outgoing[None, :]
             if MORE:
-                back += tl.load(outputs, mask=inner, other=0.0).to(tl.float32)
+                if NV > 1:
+                    rest = tl.load(outputs + rv, mask=inner, other=0.0)
+                back += rest.to(tl.float32)
             else:
-                later = later_valid[None, :] & (rv[:, None] < V)
-                tl.store(outputs + C * H * V, tl.zeros([BV, C], dv.dtype.element_ty), mask=later)
-            tl.store(outputs, back.to(dv.dtype.element_ty), mask=inner)
+                later = later_valid[None, :] & (rv < V)
+                tl.store(outputs + C * H * V + rv, tl.zeros([BV, C], dv.dtype.element_ty), mask=later)
+            tl.store(outputs + rv, back.to(dv.dtype.element_ty), mask=inner)
 
     to = ((block0 + block) % in_group % partials * tokens + base) * groups * K + group * K
     dscores = (dscores * scale).to(do.dtype.element_ty)
@@ -292,11 +310,11 @@ def pairs(
         tl.store(dk + to + down, dkeyT, mask=earlierT)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=[*VARYING, "slices"])
 def finish(
     dcolumns, gates, passing, dg, dscales,
-    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, L,
-    R: tl.constexpr, TILE_BITS: tl.constexpr, BL: tl.constexpr, PARTS: tl.constexpr,
+    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, L, slices,
+    R: tl.constexpr, TILE_BITS: tl.constexpr, BL: tl.constexpr, SLICES: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of ``R = 2**TILE_BITS`` tokens and head: ``dg [tokens, H]`` and ``dlambda [tokens, H, L]``.
@@ -336,8 +354,8 @@ def finish(
     if MORE:
         outward = tl.load(at + 4 * kind, mask=valid, other=0.0)
         over = tl.cumsum(outward, 0) - outward
-        for part in tl.static_range(PARTS):
-            over += tl.load(passing + (line * tiles + tile) * PARTS + part)
+        piece = tl.arange(0, SLICES)
+        over += tl.sum(tl.load(passing + (line * tiles + tile) * slices + piece, mask=piece < slices, other=0.0))
         if LOGLINEAR:
             # What is read at the end is read at the last chunk boundary.
             boundary = (((chunk0 * 64 + length) >> 6) - chunk0) * 64
