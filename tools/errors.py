@@ -22,7 +22,7 @@ BOUNDS = {"bfloat16": 1e-2, "float32": 1e-5}
 COLUMNS = ("output", "q", "k", "v", "g", "level_scales")
 KEY_DIMS = (16, 32, 64, 128, 256)
 VALUE_DIMS = (16, 32, 64)
-"""Blocks of values are 16, 32 or 64; what is larger takes several."""
+"""Blocks have 32 or 64 values, filled or not; what is larger takes several."""
 SEVERAL = ((64, 128), (128, 128), (256, 128))
 OTHERS = ((48, 80), (80, 48), (112, 208), (192, 384), (256, 512))
 """Head dims between the powers of two, and the largest."""

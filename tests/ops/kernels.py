@@ -40,7 +40,7 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, pair: int, value_block: int) -> Non
     """fp32 products by tiles of one chunk or two, so many values at a time."""
     change(
         monkeypatch,
-        plan_for=lambda dtype, K, V: Plan(pair, triton.next_power_of_2(K), value_block, "ieee"),
+        plan_for=lambda dtype, K, V: Plan(pair, triton.next_power_of_2(K), value_block, "tf32x3"),
     )
 
 
@@ -49,7 +49,7 @@ def deal(monkeypatch: pytest.MonkeyPatch, heads_a_block: int, blocks_a_pass: int
     if blocks_a_pass:
         little_scratch(monkeypatch)
 
-    def work_for(heads: int, groups: int, units: int, passes: int) -> Work:
+    def work_for(heads: int, groups: int, units: int, passes: int, programs: int) -> Work:
         return Work(heads_a_block, blocks_a_pass if blocks_a_pass and passes > 1 else heads // heads_a_block)
 
     change(monkeypatch, work_for=work_for)

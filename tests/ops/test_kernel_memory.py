@@ -77,7 +77,7 @@ def test_training_keeps_the_inputs_only(family: str, seed: int) -> None:
 def test_every_head_is_in_one_program_of_one_pass(groups: int, per_group: int, passes: int) -> None:
     heads = groups * per_group
     for units in (1, 10, 100, 1000):
-        work = plan.work_for(heads, groups, units, passes)
+        work = plan.work_for(heads, groups, units, passes, 264)
         blocks, rest = divmod(heads, work.heads_a_block)
         assert rest == 0
         assert per_group % work.heads_a_block == 0, "heads of one group a program"
@@ -87,7 +87,7 @@ def test_every_head_is_in_one_program_of_one_pass(groups: int, per_group: int, p
         a_pass = work.heads_a_block * work.blocks_a_pass
         assert a_pass % per_group == 0 or per_group % a_pass == 0, "whole groups, or an equal part of one"
         larger = [n for n in range(work.heads_a_block + 1, per_group + 1) if per_group % n == 0 and a_pass % n == 0]
-        assert all(units * a_pass // n < plan.PROGRAMS for n in larger), "a program has as many heads as fill the card"
+        assert all(units * a_pass // n < 264 for n in larger), "a program has as many heads as fill the card"
 
 
 @pytest.mark.parametrize(("G", "H"), [(1, 12), (2, 12), (4, 4)])
@@ -97,7 +97,7 @@ def test_programs_of_a_pass_share_no_place(G: int, H: int, monkeypatch: pytest.M
     for scratch in (1e-9, 0.3, 2.0):
         change(monkeypatch, SCRATCH=scratch, SCRATCH_BYTES=1)
         for heads_a_program in (1, 3):
-            monkeypatch.setattr(plan, "PROGRAMS", 264 // heads_a_program**2)
+            change(monkeypatch, PROGRAMS=264 // heads_a_program**2)
             made = sizes.sizes_of(k, v, None, None, 0, more=False, backward=True)
             of_group = H // G // made.block_heads
             for first in range(0, made.blocks, made.blocks_a_pass):
@@ -113,10 +113,10 @@ def test_plans(dtype: torch.dtype) -> None:
             made = plan.plan_for(dtype, K, V)
             for block, size in ((made.key_block, K), (made.value_block, V)):
                 assert block.bit_count() == 1
-                assert block >= 16, "products take no less"
+                assert block * dtype.itemsize >= 128, "tensor cores read no less of a row"
                 assert block < max(128, 2 * size)
             assert made.key_block >= K
-            assert made.precision == ("ieee" if dtype == torch.float32 else "tf32")
+            assert made.precision == ("tf32x3" if dtype == torch.float32 else "tf32")
             assert made.pair == (dtype == torch.bfloat16 and K <= 128)
             assert (made.tile, 1 << made.tile_bits) == (64 << made.pair, 64 << made.pair)
 
@@ -135,7 +135,7 @@ def test_room_for_every_tile(two: int, continued: bool, seed: int) -> None:
         # Documents of calls that continue others are padded to whole chunks.
         slots = (length + 63) // 64 * 64 if continued else length
         start = slots.cumsum(0) - slots
-        chosen = plan.Plan(two, 16, 16, "ieee")
+        chosen = plan.Plan(two, 16, 16, "tf32x3")
         layout = plan.layout_for(1, int(slots.sum()), N, most, chosen)
         first = plan.first_tiles(torch.stack([start, length, chunk0]), chosen)
         begin, end = chunk0 * 64, chunk0 * 64 + length

@@ -98,10 +98,9 @@ class Pass:
         }
         passing = self.between(gates) if self.more else None
         if plan.pair:
-            self.run(within.pairs, tiles * self.blocks, warps=plan.square_warps)
-        self.run(
-            within.inside, (tiles << plan.pair) * self.blocks, MORE=self.more or plan.pair == 1, warps=plan.square_warps
-        )
+            self.run(within.pairs, tiles * self.blocks, stages=3)
+        more = self.more or plan.pair == 1
+        self.run(within.inside, (tiles << plan.pair) * self.blocks, MORE=more, stages=1)
         whole = {} if not sizes.loglinear else {"slices": 1, "SLICES": 1}  # the log-linear form's is summed by now
         self.run(within.finish, tiles * self.heads, passing=passing, **whole)
 
@@ -116,7 +115,7 @@ class Pass:
         self.run(adjoints.adjoint, places * self.heads * parts, warps=plan.state_warps)
         if sizes.loglinear:
             given["crossed"] = self.new(self.heads, sizes.J, tiles << plan.pair)
-            self.run(adjoints.descend, self._sweep_programs(), warps=8)
+            self.run(adjoints.descend, self._sweep_programs())
             if given["ROOTS"]:
                 roots = given["JR"] * layout.count * self.heads
                 given["root_crossing"] = self.new(roots, parts)
@@ -124,12 +123,17 @@ class Pass:
                 self.run(adjoints.root_adjoint, roots * parts, warps=plan.state_warps)
         else:
             self.scan(E, given["dlevels"], given["droots"], crossing)
-        self.run(between.rows, (tiles << plan.pair) * self.blocks, row_gates=gates[3], warps=plan.row_warps)
+        self.run(
+            between.rows,
+            (tiles << plan.pair) * self.blocks,
+            row_gates=gates[3],
+            warps=plan.row_warps,
+            stages=plan.stages,
+        )
         has_half = given["STATE"] and sizes.loglinear and plan.pair == 1
         half = {"dhalf": given["dlevels"] if has_half else None, "HALF": has_half}
-        self.run(
-            between.columns_back, tiles * self.blocks, adjoints=E, column_gates=gates[4], **half, warps=8, stages=3
-        )
+        own = {"adjoints": E, "column_gates": gates[4], **half}
+        self.run(between.columns_back, tiles * self.blocks, **own, warps=8, stages=plan.stages)
         if not sizes.loglinear:
             return crossing
         passing = self.new(self.heads, tiles)

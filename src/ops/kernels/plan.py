@@ -17,7 +17,7 @@ class Plan:
 
     pair: whether a tile is two chunks (tree and states half as large) or one.
     key_block, value_block: ``BK``, the head dim K padded to a power of two, and ``BV``, values at a time.
-    precision: of fp32 products.
+    precision: of fp32 products, by the compiler's name; ``tf32`` where operands are bf16.
     """
 
     pair: int
@@ -45,12 +45,10 @@ class Plan:
 
     @property
     def stages(self) -> int:
+        """Loads under way in ``output``, ``rows`` and ``columns_back``, as many as shared memory takes."""
+        if self.key_block > 128 and self.precision != "tf32":
+            return 1
         return 3 if self.pair else 2
-
-    @property
-    def square_warps(self) -> int:
-        """Of a program with squares of 64 x 64: tensor cores would repeat one for more than four warps."""
-        return 4 if self.precision == "tf32" else 8
 
     @property
     def row_warps(self) -> int:
@@ -65,11 +63,11 @@ class Plan:
 
 def plan_for(dtype: torch.dtype, K: int, V: int) -> Plan:
     BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    # Never fewer columns than 128 bytes: tensor cores read so many of a row of an operand, and Triton 3.6 reserves no
+    # shared memory for what they read behind a narrower one (docs/kernels.md).
     if dtype == torch.float32:
-        # Products without tensor cores: small blocks, or shared memory runs out.
-        return Plan(0, BK, min(BV, 64 if BK <= 64 else 32), "ieee")
-    # Never fewer than 64 columns: tensor cores read 128 bytes a row of an operand, and Triton 3.6 reserves no shared
-    # memory for what they read behind a narrower one (docs/kernels.md).
+        # A product as three of tf32: as exact as fp32's own, on tensor cores. Operands are twice as large.
+        return Plan(0, max(BK, 32), min(max(BV, 32), 64 if BK <= 64 else 32), "tf32x3")
     return Plan(int(BK <= 128), max(BK, 64), 64, "tf32")
 
 
@@ -116,15 +114,18 @@ class Work:
     blocks_a_pass: int
 
 
-PROGRAMS = 264
-"""At least two for each of the 132 multiprocessors of an H100 or H200."""
+PROGRAMS = 256
+"""About two for each of the 132 multiprocessors of an H100 or H200: fewest repeated products."""
+
+FORWARD = 4
+"""So many times as many in the forward pass, which repeats less and gains from more that run at once."""
 
 
-def work_for(heads: int, groups: int, units: int, passes: int) -> Work:
+def work_for(heads: int, groups: int, units: int, passes: int, programs: int) -> Work:
     """Of ``groups`` q/k groups, each for ``heads / groups`` heads; ``units`` tiles of tokens.
 
-    More heads a block share more work, fewer fill the card: the most heads that leave enough programs a pass, in at
-    least so many ``passes``. A pass is some whole groups, or an equal part of one.
+    More heads a block share more work, fewer fill the card: the most heads that leave enough ``programs`` a pass, in
+    at least so many ``passes``. A pass is some whole groups, or an equal part of one.
     """
     per_group = heads // groups
     passes = min(passes, heads)
@@ -132,5 +133,5 @@ def work_for(heads: int, groups: int, units: int, passes: int) -> Work:
         passes += 1
     parts = max(1, passes // groups)  # of a group, at least
     choices = [n for n in range(parts, per_group + 1, parts) if per_group % n == 0]
-    blocks = next((n for n in choices if units * groups * n >= PROGRAMS * passes), choices[-1])
+    blocks = next((n for n in choices if units * groups * n >= programs * passes), choices[-1])
     return Work(per_group // blocks, groups * blocks // passes)

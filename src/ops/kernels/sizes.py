@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from src.ops.fenwick import CHUNK_BITS
-from src.ops.kernels.plan import layout_for, plan_for, work_for
+from src.ops.kernels.plan import FORWARD, PROGRAMS, layout_for, plan_for, work_for
 
 SWEEP_BLOCK = 1024
 """Elements of a state that one program of the passes over tiles takes."""
@@ -47,7 +47,7 @@ class Sizes:
                 a_token += 4 * K * V * self.entries // at.tokens
             of_v = at.tokens * H * V * dtype.itemsize
             passes = math.ceil(a_token * at.tokens * H / max(SCRATCH_BYTES, SCRATCH * of_v))
-        work = work_for(H, G, at.tiles, passes)
+        work = work_for(H, G, at.tiles, passes, PROGRAMS if backward else FORWARD * PROGRAMS)
         per_group = H // G
         self.block_heads, self.blocks_a_pass = work.heads_a_block, work.blocks_a_pass
         self.blocks = H // self.block_heads

@@ -120,8 +120,6 @@ def inside(
         sides = gates + line * tokens + base
         values, grads = v + (base * H + head) * V, do + (base * H + head) * V
         outputs = dv + (base * H + head) * V + row[None, :] * (H * V)
-        if MORE and NV == 1:  # early, so that it has arrived when it is needed
-            rest = tl.load(outputs + first_values, mask=valid[None, :] & (first_values < V), other=0.0)
         grad = values_at(grads, row, valid, H * V, 0, V, BV)
         dP = rows_by_columns(grad, grads, values, valid, valid, row, H * V, V, BV, PRECISION)
         G = tl.load(sums + row, mask=valid, other=0.0)
@@ -167,9 +165,7 @@ def inside(
                 grad = values_at(grads, row, valid, H * V, part, V, BV)
             back = product(tl.trans(grad), attention, PRECISION)
             if MORE:
-                if NV > 1:
-                    rest = tl.load(outputs + rv, mask=into, other=0.0)
-                back += rest.to(tl.float32)
+                back += tl.load(outputs + rv, mask=into, other=0.0).to(tl.float32)
             tl.store(outputs + rv, back.to(dv.dtype.element_ty), mask=into)
 
     # Once for all heads, some of the K columns at a time.
