@@ -254,10 +254,10 @@ def scan(
         leaf2, span2 = _leaf(leaves, totals, slots, begin + 2 * step, count, at, SIZE)
         leaf3, span3 = _leaf(leaves, totals, slots, begin + 3 * step, count, at, SIZE)
         if REVERSE:
-            node0, _ = _leaf(nodes, totals, slots, begin, count, at, SIZE)
-            node1, _ = _leaf(nodes, totals, slots, begin + step, count, at, SIZE)
-            node2, _ = _leaf(nodes, totals, slots, begin + 2 * step, count, at, SIZE)
-            node3, _ = _leaf(nodes, totals, slots, begin + 3 * step, count, at, SIZE)
+            node0, span0 = _leaf(nodes, totals, slots, begin, count, at, SIZE)
+            node1, span1 = _leaf(nodes, totals, slots, begin + step, count, at, SIZE)
+            node2, span2 = _leaf(nodes, totals, slots, begin + 2 * step, count, at, SIZE)
+            node3, span3 = _leaf(nodes, totals, slots, begin + 3 * step, count, at, SIZE)
         for u in tl.static_range(4):
             leaf = leaf0 if u == 0 else leaf1 if u == 1 else leaf2 if u == 2 else leaf3
             span = span0 if u == 0 else span1 if u == 1 else span2 if u == 2 else span3
