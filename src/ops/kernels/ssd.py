@@ -145,7 +145,9 @@ def ssd_backward(
             part.prepare(None)
             part.backward(do, dlevels, out)
             del part  # its scratch goes before the next one's comes
-    out["dq"], out["dk"] = out["dq"].sum(0).to(q.dtype), out["dk"].sum(0).to(k.dtype)
+    for name, x in (("dq", q), ("dk", k)):
+        partial = out[name]
+        out[name] = (partial[0] if len(partial) == 1 else partial.sum(0)).to(x.dtype)
     return tuple(v.new_empty(0, dtype=torch.float32) if x is None else x for x in out.values())
 
 
