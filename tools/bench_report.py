@@ -20,11 +20,19 @@ Report = dict[str, Any]
 AGAINST = ("linear", "cudnn")
 """Candidates that the ratio columns divide by, where they ran."""
 STYLES = {
-    "loglinear": ("#c1121f", "-"), "linear": ("#1d3557", "-"), "loglinear_torch": ("#c1121f", ":"),
-    "linear_torch": ("#1d3557", ":"), "loglinear_compiled": ("#c1121f", "--"), "flash2": ("#6a994e", "-"),
-    "cudnn": ("#8338ec", "-"), "softmax": ("#6a994e", "--"), "fla_linear": ("#457b9d", "-."),
-    "fla_loglinear": ("#f4845f", "-."), "mamba_ssm": ("#bc6c25", "-."),
-}  # fmt: skip
+    "loglinear": ("#c1121f", "-", "log-linear (ours)"),
+    "linear": ("#1d3557", "-", "linear (ours)"),
+    "loglinear_torch": ("#c1121f", ":", "log-linear, PyTorch operators"),
+    "linear_torch": ("#1d3557", ":", "linear, PyTorch operators"),
+    "loglinear_compiled": ("#c1121f", "--", "log-linear, PyTorch compiled"),
+    "flash2": ("#6a994e", "-", "FlashAttention-2"),
+    "cudnn": ("#8338ec", "-", "cuDNN attention"),
+    "softmax": ("#6a994e", "--", "softmax attention"),
+    "fla_linear": ("#457b9d", "-.", "linear (flash-linear-attention)"),
+    "fla_loglinear": ("#f4845f", "-.", "log-linear (flash-linear-attention)"),
+    "mamba_ssm": ("#bc6c25", "-.", "Mamba-2 (mamba-ssm)"),
+}
+"""Colour, line and name in figures."""
 
 
 def machine(setup: Setup) -> dict[str, Any]:
@@ -190,9 +198,9 @@ def figure(reports: list[Report], file: Path) -> None:
                     for row in report["rows"]
                     if row["what"] == what and row["candidate"] == name
                 )
-                color, line = STYLES.get(name, ("#777777", "-"))
+                color, line, shown = STYLES.get(name, ("#777777", "-", name))
                 style = {"marker": "osD^v"[number % 5], "color": color, "linestyle": line, "markersize": 4}
-                label = name if len(reports) == 1 else f"{name} ({report['title']})"
+                label = shown if len(reports) == 1 else f"{shown}, {report['title']}"
                 if points:
                     panel.plot(
                         *zip(*points, strict=True), **style, linewidth=2 if name == "loglinear" else 1.3, label=label
