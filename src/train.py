@@ -59,11 +59,22 @@ def train(cfg: Config) -> Path:
 
 
 def check_backend(cfg: Config) -> None:
-    """Raises UserError where kernels are asked for and no device can run them: before anything is written."""
-    on_cuda = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
-    asked = getattr(cfg.mixer, "backend", "auto") == "triton"
-    if asked and not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError("mixer.backend=triton: needs a CUDA device (auto takes Triton there and PyTorch elsewhere)")
+    """Raises UserError where kernels are asked for and nothing can run them: before anything is written."""
+    if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        return
+    asked = {"mixer.backend": getattr(cfg.mixer, "backend", None)}
+    for name, inner in getattr(cfg.mixer, "options", {}).items():  # of a hybrid
+        asked[f"mixer.options.{name}.backend"] = inner.get("backend")
+    for key, backend in asked.items():
+        if backend != "triton":
+            continue
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise UserError(
+                f"{key}=triton: needs a CUDA device, or TRITON_INTERPRET=1 to interpret kernels slowly "
+                "(auto takes Triton on CUDA and PyTorch elsewhere)"
+            )
+        if cfg.trainer.precision != "32-true":
+            raise UserError(f"trainer.precision={cfg.trainer.precision}: kernels are interpreted in 32-true only")
 
 
 def train_in(run_dir: Path, cfg: Config) -> Path:

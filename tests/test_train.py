@@ -165,6 +165,29 @@ def test_kernels_without_a_device_are_one_line(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs" / "a").exists()
 
 
+HYBRID = ("mixer=hybrid", "mixer.pattern=[loglinear_mamba2,softmax]", "mixer.options.loglinear_mamba2.backend=triton")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("asked", "interpret", "said"),
+    [
+        (HYBRID, "0", "mixer.options.loglinear_mamba2.backend=triton: needs a CUDA device, or TRITON_INTERPRET=1"),
+        (("mixer=mamba2", "mixer.backend=triton", "trainer.precision=bf16-mixed"), "1", "trainer.precision=bf16-mixed"),
+        (("mixer=loglinear_gdn", "mixer.backend=triton"), "1", "mixer.backend=triton: the delta rule has no kernels"),
+    ],
+)
+def test_kernels_that_cannot_run_are_one_line(asked, interpret, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    with pytest.raises(SystemExit) as end:
+        run_cli(train.main, Config, options(tmp_path, "run.name=a", *asked))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs" / "a").exists()
+
+
 def test_existing_name_is_refused_and_untouched(tmp_path, finished, capsys):
     arguments = options(tmp_path, "run.name=one", f"run.dir={finished.parent}")
     before = sorted((p.name, p.stat().st_mtime_ns) for p in finished.rglob("*"))

@@ -60,7 +60,7 @@ class Chunks:
             x = F.pad(x, [0, 0] * (x.ndim - 2) + [0, count * CHUNK_SIZE - self.seq_len])
             return x.reshape(len(self), CHUNK_SIZE, *x.shape[2:])
         parts, source = [x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])], self.source.flatten()
-        if buffer is None:
+        if buffer is None or not self.continued:  # the tables have no place for a buffer that cannot hold anything
             source = source.clamp(max=len(parts[0]))
         else:
             parts.insert(1, buffer.flatten(0, 1).to(x.dtype))

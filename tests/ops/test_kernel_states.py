@@ -119,6 +119,13 @@ def test_groups_that_began_in_an_earlier_call(pair: int, seed: int) -> None:
     assert_same_calls("loglinear_ssd", calls_of("loglinear_ssd", [four + 5, four]), ["torch", "triton"])
 
 
+@LINEAR_ONCE
+def test_continued_trees_of_several_levels(family: str, pair: int, seed: int) -> None:
+    """A decay that lets the first token of the first call reach the last of the second."""
+    tile = 64 << pair
+    assert_same_calls(family, calls_of(family, [9 * tile + 10, 8 * tile], decay=1e-4))
+
+
 @pytest.mark.parametrize("lengths", [[1, 1], [64, 64], [130, 3, 70]])
 def test_continued_linear(lengths: list[int], seed: int) -> None:
     assert_same_calls("ssd", calls_of("ssd", lengths, V=32))

@@ -154,3 +154,11 @@ def test_autocast_does_not_reach_inside(family: str, seed: int) -> None:
     with torch.autocast(DEVICE, torch.bfloat16):
         under = run(family, given)
     assert torch.equal(plain, under)
+
+
+@LINEAR_ONCE
+@pytest.mark.parametrize("packed", [False, True])
+def test_trees_of_several_levels(family: str, pair: int, packed: bool, seed: int) -> None:
+    """More tiles than passes over them take at a time, and a decay that lets the first token reach the last."""
+    T = (64 << pair) * 17 + 20
+    assert_exact(family, inputs(family, T, H=1, decay=1e-4), [0, 70, T - 90, T] if packed else None)

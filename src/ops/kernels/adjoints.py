@@ -71,7 +71,6 @@ def adjoint(
     else:
         if i > last:
             return
-        z = i * 0
         from_tile = i
         count = i * 0 + 1
     acc = tl.zeros([BK, BV], tl.float32)
@@ -175,7 +174,10 @@ def _both(E, nodes, slot, there, at, SIZE: tl.constexpr):
 
 @triton.jit
 def _child(E, S, D, spans, cross, final, j, i, whole, run, tiles, levels, PARTS: tl.constexpr, STATE: tl.constexpr):
-    """Of the group of ``2**j`` tiles that ends at ``i``, given its parent's; ``run``: decay from it to the end."""
+    """``D`` of the group of ``2**j`` tiles that ends at ``i``, given its parent's, and ``run`` behind the group.
+
+    ``run``, of live groups with STATE: the decay from a group's end to the document's last chunk boundary.
+    """
     up = i + (1 << j)
     there = (i >= 0) & (up < whole)
     weight = tl.where(there, tl.exp(tl.load(spans + j * tiles + up, mask=there, other=0.0)), 0.0)
@@ -191,7 +193,7 @@ def _child(E, S, D, spans, cross, final, j, i, whole, run, tiles, levels, PARTS:
 
 @triton.jit(do_not_specialize=VARYING)
 def root_adjoint(
-    q, do, cums, columns, since, totals, roots, dlevels, droots, root_crossing,
+    q, do, cums, columns, totals, roots, dlevels, droots, root_crossing,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
     PACKED: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr,
@@ -265,6 +267,9 @@ def carry(
 ):  # fmt: skip
     """``passing [heads, tiles]``: the gate's gradient through a tile, of all pairs of tokens before and behind it.
 
+    From ``crossing [heads, tiles, slices]`` of ``descend``, ``crossed [heads, J, chunks]`` and ``root_crossed [heads,
+    chunks]`` of ``rows``, and ``root_crossing [JR, N, heads, parts]`` of ``root_adjoint``, a part each block of values.
+
     One program a document and head walks from the last tile to the first. A pair belongs to a group before the
     tile, one a set bit of its index, and is read by a tile behind, inside the group's right sibling (``crossed``),
     or behind that, through the group's parent (``crossing``). Sums of what does cross: nothing has to cancel.
@@ -330,12 +335,15 @@ def _around(
     slot = ((b >> levels) << levels) - 1 - tile0  # where the group's state stands
     bits = ((b >> levels) & 1 == 1) & (levels < J) & (slot >= 0) & (i >= 0)
     entered = ((b & ((1 << levels) - 1)) == (1 << levels) - 1) | at_end
-    piece = tl.arange(0, SLICES)
-    pieces = crossing + ((line * tiles + before + slot) * slices)[:, None] + piece[None, :]
     asked = bits & entered
     if not STATE:
         asked = asked & (not at_end)
-    outside = tl.sum(tl.load(pieces, mask=asked[:, None] & (piece < slices)[None, :], other=0.0), 1)
+    AT_A_TIME: tl.constexpr = 16 if SLICES > 16 else SLICES
+    outside = tl.zeros([WIDTH], tl.float32)
+    for first_piece in range(0, SLICES, AT_A_TIME):
+        piece = first_piece + tl.arange(0, AT_A_TIME)
+        pieces = crossing + ((line * tiles + before + slot) * slices)[:, None] + piece[None, :]
+        outside += tl.sum(tl.load(pieces, mask=asked[:, None] & (piece < slices)[None, :], other=0.0), 1)
     own = tl.zeros([WIDTH], tl.float32)
     root = 0.0
     there = (i >= 0) & (i < count)

@@ -39,7 +39,7 @@ def through(
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
 def rows(
     q, do, cums, columns, nodes, spans, since, roots, dq, dcolumns, row_gates, crossed, root_crossed,
-    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, J,
+    documents, first, N, T, tiles_a_row, tiles, tokens, head0, H, per_group, L, J,
     scale, blocks, block0, heads_a_block, partials,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, ROOTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -157,7 +157,7 @@ def rows(
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
 def columns_back(
     k, v, cums, totals, adjoints, dhalf, dv, dk, column_gates,
-    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group,
+    documents, first, N, T, tiles_a_row, tiles, tokens, head0, H, per_group,
     blocks, block0, heads_a_block, partials,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,

@@ -28,7 +28,7 @@ from src.ops.kernels.tiles import (
 @triton.jit(do_not_specialize=[*VARYING, "scale", "blocks", "block0", "heads_a_block"])
 def output(
     q, k, v, cums, columns, nodes, spans, since, roots, o,
-    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, J,
+    documents, first, N, T, tiles_a_row, tiles, tokens, head0, H, per_group, L, J,
     scale, blocks, block0, heads_a_block,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, NODES: tl.constexpr, ROOTS: tl.constexpr, PRECISION: tl.constexpr,

@@ -36,7 +36,8 @@ _compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
 def launch(kernel, programs: int, arguments: dict, *, warps: int, stages: int, registers: int | None = None) -> None:
     """Run ``programs`` programs of a kernel; of ``arguments``, constants too, it takes those that it names.
 
-    ``registers`` bounds those of a thread, so that more programs run at a time.
+    ``registers`` bounds those of a thread, so that more programs run at a time. How a kernel is compiled must follow
+    from its constants: another choice of warps, stages or registers for the same ones finds what was compiled first.
     """
     if INTERPRETED:
         kernel[(programs,)](*[arguments[name] for name in kernel.arg_names])

@@ -101,11 +101,12 @@ class Pass:
             self.run(within.pairs, tiles * self.blocks, stages=3)
         more = self.more or plan.pair == 1
         self.run(within.inside, (tiles << plan.pair) * self.blocks, MORE=more, stages=1)
-        whole = {} if not sizes.loglinear else {"slices": 1, "SLICES": 1}  # the log-linear form's is summed by now
-        self.run(within.finish, tiles * self.heads, passing=passing, **whole)
+        summed = {"slices": 1, "SLICES": 1} if sizes.loglinear else {}
+        self.run(within.finish, tiles * self.heads, passing=passing, **summed)
 
     def between(self, gates: Tensor) -> Tensor:
-        """What passes from tile to tile; returns the gates' gradient over whole tiles, a part of it each slice."""
+        """What passes from tile to tile; returns the gates' gradient over whole tiles: ``[heads, tiles]``, and of the
+        linear form ``[heads, tiles, slices]``, to be summed over slices."""
         sizes, plan, layout, given = self.sizes, self.sizes.plan, self.sizes.layout, self.given
         tiles, parts = layout.tiles, sizes.value_blocks
         E = self.new(self.heads, tiles, sizes.K * sizes.V, dtype=sizes.dtype)

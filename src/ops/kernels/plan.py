@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def registers(self) -> int | None:
-        """A bound for ``output``: three programs a multiprocessor instead of two, 0.78 ms instead of 0.88 (H200)."""
+        """A bound for ``output``: three programs a multiprocessor instead of two (chosen for K = 128, V = 64)."""
         return 168 if self.pair else None
 
     @property
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def row_warps(self) -> int:
-        """Of ``rows``: two sums of 64 x BK are in registers."""
+        """Of ``rows``: two sums of 64 x BK are in registers, too many for four warps where a state is large."""
         return 4 if self.pair else 8
 
     @property

@@ -16,8 +16,9 @@ SWEEP_BLOCK = 1024
 """Elements of a state that one program of the passes over tiles takes."""
 
 SCRATCH = 2.0
+"""The backward pass takes heads in several passes where its scratch for all would be more than so many times v …"""
 SCRATCH_BYTES = 256 << 20
-"""The backward pass takes heads in several passes where its scratch for all would be more than so many times v."""
+"""… and more than this: short sequences are not cut into passes."""
 
 
 class Sizes:
@@ -42,6 +43,7 @@ class Sizes:
         self.entries = at.tiles + at.count if by_tiles else at.count * self.J
         passes = 1
         if backward and self.more:
+            # Bytes a token and head: columns and dcolumns, gates and sums; nodes and E; the tree's stack.
             a_token = 4 * (2 * self.L + 10) + 2 * K * V * dtype.itemsize // plan.tile
             if self.loglinear:
                 a_token += 4 * K * V * self.entries // at.tokens

@@ -110,9 +110,13 @@ def prepare(
 @triton.jit
 def _leaf(nodes, totals, slots, i, count, at, SIZE: tl.constexpr):
     """State and log decay of tile ``i`` of a document; zeros where there is none."""
-    here = (i >= 0) & (i < count)
-    node = tl.load(nodes + (slots + i) * SIZE + at, mask=here, other=0.0).to(tl.float32)
-    return node, tl.load(totals + slots + i, mask=here, other=0.0)
+    total = tl.load(totals + slots + i, mask=(i >= 0) & (i < count), other=0.0)
+    return _node(nodes, slots, i, count, at, SIZE), total
+
+
+@triton.jit
+def _node(nodes, slots, i, count, at, SIZE: tl.constexpr):
+    return tl.load(nodes + (slots + i) * SIZE + at, mask=(i >= 0) & (i < count), other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -140,7 +144,7 @@ def sweep(
     whole = ((chunk0 * 64 + length) >> (6 + P)) - tile0
     at = part * BLOCK + tl.arange(0, BLOCK)
     slots = local_head.to(tl.int64) * tiles + before
-    # A document of m tiles needs no more than m + 1 levels of its own.
+    # With ROOM a document of m tiles has m + 1 places for levels, else J of them, whichever is less in all.
     mine = before + n
     if ROOM == 0:
         mine = n * J
@@ -225,8 +229,9 @@ def scan(
     """Linear form, one program a document, head and BLOCK elements: leaves become states before their tiles.
 
     With REVERSE, right to left: what tiles add to the adjoint of the state before them becomes the adjoint of the
-    state behind them; ``crossing [heads, tiles, slices]``, a slice each program: ``exp(decay) <state before, adjoint
-    behind>``. ``initial, final [N, H, SIZE]``: where the run begins and where it ends.
+    state behind them. ``nodes`` are then the states before tiles, and ``crossing [heads, tiles, slices]``, a slice each
+    program, takes ``exp(decay) <state before, adjoint behind>``. ``initial, final [N, H, SIZE]``: where the run begins
+    and where it ends.
     """
     PARTS: tl.constexpr = SIZE // BLOCK
     pid = tl.program_id(0)
@@ -254,10 +259,10 @@ def scan(
         leaf2, span2 = _leaf(leaves, totals, slots, begin + 2 * step, count, at, SIZE)
         leaf3, span3 = _leaf(leaves, totals, slots, begin + 3 * step, count, at, SIZE)
         if REVERSE:
-            node0, span0 = _leaf(nodes, totals, slots, begin, count, at, SIZE)
-            node1, span1 = _leaf(nodes, totals, slots, begin + step, count, at, SIZE)
-            node2, span2 = _leaf(nodes, totals, slots, begin + 2 * step, count, at, SIZE)
-            node3, span3 = _leaf(nodes, totals, slots, begin + 3 * step, count, at, SIZE)
+            node0 = _node(nodes, slots, begin, count, at, SIZE)
+            node1 = _node(nodes, slots, begin + step, count, at, SIZE)
+            node2 = _node(nodes, slots, begin + 2 * step, count, at, SIZE)
+            node3 = _node(nodes, slots, begin + 3 * step, count, at, SIZE)
         for u in tl.static_range(4):
             leaf = leaf0 if u == 0 else leaf1 if u == 1 else leaf2 if u == 2 else leaf3
             span = span0 if u == 0 else span1 if u == 1 else span2 if u == 2 else span3

@@ -10,8 +10,6 @@ that is continued does not begin at 0).
 import triton
 import triton.language as tl
 
-CHUNK: tl.constexpr = tl.constexpr(64)
-
 
 @triton.jit
 def document_at(n, documents, first, N, T, tiles_a_row, PACKED: tl.constexpr):
@@ -99,7 +97,7 @@ def levels_of_places(row):
 
 @triton.jit
 def levels_of_blocks(row, BITS: tl.constexpr):
-    """``[C, C / 8]``: the levels, above 3, at which a token reads all keys of other blocks of 8."""
+    """``[C, C / 8]``: the levels, above 3, at which a token reads all keys of other blocks of 8; 4 for its own."""
     block = (row >> 3)[:, None] ^ tl.arange(0, (1 << BITS) // 8)[None, :]
     level = block * 0 + 4
     for bit in tl.static_range(1, BITS - 3):
@@ -130,6 +128,9 @@ def level_weights(lams, stride, row, valid, L, BITS: tl.constexpr):
 
 @triton.jit
 def group_scales(lams, rest, lowest, stride, row, valid, L):
-    """Level scales of the smallest group of ``rest`` tiles, which is at level ``lowest`` if it is one tile."""
+    """Level scales of the smallest group of ``rest`` tiles, which is at level ``lowest`` if it is one tile.
+
+    Without a group (``rest`` 0) those of the lowest, for nobody to use.
+    """
     index = tl.minimum(lowest + bit_of(tl.maximum(rest & -rest, 1)), L - 1).to(tl.int64)
     return tl.load(lams + index * stride + row, mask=valid, other=0.0).to(tl.float32)

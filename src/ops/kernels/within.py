@@ -132,7 +132,7 @@ def inside(
             dP *= mask
             both = scores * dP
             dP *= levels
-            # Each level's part of a row, from the same two tables: sums over a block of keys, and over the own block.
+            # Each level's part of a row, by the same two tables: sums over blocks of 8 keys, and the own block's keys.
             by_block = tl.reshape(both, [C, C // 8, 8])
             own = (row >> 3)[:, None] == tl.arange(0, C // 8)[None, :]
             far = tl.sum(by_block, 2)
@@ -314,6 +314,8 @@ def finish(
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of ``R = 2**TILE_BITS`` tokens and head: ``dg [tokens, H]`` and ``dlambda [tokens, H, L]``.
+
+    ``passing [heads, tiles, slices]``: sums of ``carry``, one slice, or of ``scan``, a slice each of its programs.
 
     ``dg_t`` sums over all pairs ``s < t <= u`` what the write at ``s`` adds through the read at ``u``. ``gates``
     ``[5, heads, tokens]`` are two of ``inside``, one of ``pairs``, then rows and columns between tiles:
