@@ -1,27 +1,34 @@
 """Time the operators against each other and against what else there is: `python -m tools.bench ssd` or `delta_rule`.
 
 Results come before times: whoever is timed has just equalled the T x T form in fp64, with all gradients, at a random
-short length; ours also equal it to 1e-10 in fp64, and at every length that is timed the log-linear form with all
-scales 1 equals the linear one. Candidates take turns in one process, so a busy machine disturbs all of them alike.
+short length, and at every length that is timed the log-linear form of ours with all scales 1 equals the linear one.
+The PyTorch form of ours, which "auto" takes in fp64, also equals it to 1e-10 there; the kernels, in fp32 and bf16, are
+held to the first comparison. Candidates take turns in one process, so a busy machine disturbs all of them alike.
 On a CUDA device the median of about 0.3 s of calls counts, on a CPU the best of the rounds.
+
+The exit status is 0; 1 if something was wrong, or if a candidate that --only names or a length did not run; 2 if the
+command was wrong; 130 if it was interrupted. What --json was given is written after each length.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from src.errors import UserError
 from src.ops.checks import check_recurrent
 from tools import bench_latency, bench_report
-from tools.bench_measure import BOTH, FORWARD, MEMORY, Measurement, Wrong, check_all
-from tools.bench_peers import ALIASES, FAMILIES, SHAPES, Candidate, Ours, Setup, candidates, choose, draw
+from tools.bench_measure import BOTH, FORWARD, MEMORY, Measurement, Wrong, check_all, note, out_of_memory
+from tools.bench_peers import ALIASES, FAMILIES, SHAPES, Candidate, Ours, Setup, candidates, choose, draw, one_line
+from tools.bench_report import DECODE, FIRST_STEP
 
 EPILOG = """shapes (batch, heads, groups, K, V; lengths on a CUDA device):
 {shapes}
@@ -66,7 +73,7 @@ def build_parser() -> Parser:
     sizes.add_argument("--key-dim", type=positive, metavar="K", help="of a head")
     sizes.add_argument("--value-dim", type=positive, metavar="V", help="of a head; of softmax peers all of it")
     sizes.add_argument("--dtype", choices=["float32", "bfloat16"], help="of q, k, v; default: bfloat16 on CUDA")
-    sizes.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    sizes.add_argument("--device", help=f"default: {default_device()}")
     what = parser.add_argument_group("what is measured")
     what.add_argument("--only", nargs="+", metavar="NAME", help="these candidates; default: all that can run here")
     what.add_argument(
@@ -91,12 +98,20 @@ def build_parser() -> Parser:
     what.add_argument("--rounds", type=positive, metavar="N", help="turns of the candidates; default: 7, on CUDA 5")
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
-    out.add_argument("--figure", type=Path, metavar="PNG", help="draw time against length, both logarithmic")
+    out.add_argument("--figure", type=Path, metavar="PNG", help="draw time against length, both logarithmic; PDF, SVG")
     out.add_argument(
-        "--from-json", type=Path, nargs="+", metavar="FILE", help="measure nothing: table and figure of saved runs"
+        "--from-json",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: table and, with --figure, figure of saved runs",
     )
     parser.add_argument("--once", help=argparse.SUPPRESS)  # the fresh process of --first-step
     return parser
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def positive(text: str) -> int:
@@ -107,13 +122,11 @@ def positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        options = build_parser().parse_args(argv)
-        bench_report.check_file("--json", options.json)
-        bench_report.check_file("--figure", options.figure)
-        if options.figure:
-            bench_report.import_figure()
+        parser = build_parser()
+        options = parser.parse_args(argv)
+        check_output(options, parser)
         if options.from_json:
-            reports, status = bench_report.read(options.from_json), 0
+            reports, status = saved(options), 0
         else:
             setup, lengths = resolve(options)
             if options.once:
@@ -131,26 +144,61 @@ def main(argv: list[str] | None = None) -> int:
     except Wrong as error:
         sys.stderr.write(f"error: {error}; nothing was timed\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        sys.stderr.write("error: out of memory before anything was timed; fewer heads or smaller head dims need less\n")
+        return 1
     return status
+
+
+def check_output(options: argparse.Namespace, parser: Parser) -> None:
+    """What could not be written, or would be ignored, is said before minutes of measuring. Raises UserError."""
+    if options.from_json:
+        shown = ("family", "figure", "from_json")
+        ignored = [k for k, x in vars(options).items() if k not in shown and x != parser.get_default(k)]
+        if ignored:
+            names = ", ".join("--" + name.replace("_", "-") for name in ignored)
+            raise UserError(f"--from-json measures nothing, {names} would be ignored (allowed: --figure, same family)")
+    bench_report.check_file("--json", options.json)
+    if options.figure:
+        bench_report.check_figure(options.figure)
+        if options.no_time:
+            raise UserError("--figure draws times, --no-time takes none: give one of the two")
+
+
+def saved(options: argparse.Namespace) -> list[bench_report.Report]:
+    """The reports of --from-json. Raises UserError."""
+    reports = bench_report.read(options.from_json)
+    for report in reports:
+        if options.family not in (None, found := report["setup"]["family"]):
+            raise UserError(f"family {options.family}: the files hold another one (allowed: {found}, or none)")
+    if options.figure and not bench_report.timed(reports):
+        raise UserError("--figure: nothing was timed in these files")
+    return reports
 
 
 def resolve(options: argparse.Namespace) -> tuple[Setup, list[int]]:
     """The sizes that the options mean. Raises UserError."""
     if options.family is None:
         raise UserError(f"family: which one? (allowed: {', '.join(FAMILIES)})")
+    asked_device = options.device or default_device()
     try:
-        device = torch.device(options.device)
+        device = torch.device(asked_device)
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda") or (
         device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
     ):
         there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
-        raise UserError(f"--device {options.device}: is not here (allowed: {there})")
+        raise UserError(f"--device {asked_device}: is not here (allowed: {there})")
     cuda = device.type == "cuda"
     for flag, asked in (("--memory", options.memory), ("--first-step", options.first_step)):
         if asked and not cuda:
-            raise UserError(f"{flag} needs a CUDA device (--device is {options.device})")
+            raise UserError(f"{flag} needs a CUDA device (--device is {asked_device})")
     if cuda and device.index is not None:
         torch.cuda.set_device(device)
     name = options.shape or ("cpu" if not cuda else "paper" if options.family == "ssd" else "delta")
@@ -164,15 +212,34 @@ def resolve(options: argparse.Namespace) -> tuple[Setup, list[int]]:
     dtype = options.dtype or ("bfloat16" if cuda else "float32")
     changed = any(getattr(options, key) for key in ("batch", "heads", "groups", "key_dim", "value_dim"))
     shown = "own sizes" if changed else name
-    setup = Setup(options.family, shown, groups=groups, dtype=dtype, device=options.device, **sizes)
+    setup = Setup(options.family, shown, groups=groups, dtype=dtype, device=asked_device, **sizes)
+    lengths = sorted(set(options.lengths or (T for T in shape.lengths if cuda or name == "cpu" or T <= 4096)))
+    check_memory(setup, {"--lengths": max(lengths), "--decode": max(options.decode or [1])})
     try:
         one = {**vars(setup), "batch": 1, "device": "cpu"}
         token = draw(Setup(**one), 1)
         check_recurrent(*(token.get(key) for key in ("q", "k", "v", "g", "beta", "level_scales")), None, "auto")
     except ValueError as error:
         raise UserError(f"--key-dim, --value-dim: {error}") from None
-    lengths = sorted(set(options.lengths or (T for T in shape.lengths if cuda or name == "cpu" or T <= 4096)))
     return setup, lengths
+
+
+def check_memory(setup: Setup, longest: dict[str, int]) -> None:
+    """Lengths whose inputs alone are larger than the memory: a CPU's allocator may promise it, and the process dies."""
+    if setup.cuda:
+        there = torch.cuda.mem_get_info(setup.device)[1]
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for option, T in longest.items():
+        try:
+            needed = sum(x.nbytes for x in draw(replace(setup, device="meta"), T).values())
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            needed = sys.maxsize
+        if needed > there:
+            sizes = f"the inputs take {needed / 2**30:,.0f} GiB, there are {there / 2**30:,.0f}"
+            raise UserError(f"{option} {T}: out of memory: {sizes}")
 
 
 def pick(options: argparse.Namespace, setup: Setup) -> tuple[list[Candidate], dict[str, str]]:
@@ -186,17 +253,23 @@ def pick(options: argparse.Namespace, setup: Setup) -> tuple[list[Candidate], di
     return chosen, left_out
 
 
-def run(options: argparse.Namespace, setup: Setup, lengths: list[int]) -> tuple[dict, int]:
-    """The report, and the exit status: 1 if one of ours raised."""
+def run(options: argparse.Namespace, setup: Setup, lengths: list[int]) -> tuple[dict[str, Any], int]:
+    """The report, and the exit status: 1 if one of ours raised, or who or what was asked for did not run."""
     chosen, left_out = pick(options, setup)
-    report = {"title": str(setup), "statistic": "median" if setup.cuda else "best of the rounds"}
-    report |= {"setup": vars(setup), "machine": bench_report.machine(setup), "command": sys.argv[1:]}
-    report |= {"candidates": {one.name: one.about for one in chosen}, "left_out": left_out}
-    report |= {"rows": [], "decode": [], "first_step": []}
+    asked = [*(one.name for one in chosen), *left_out] if options.only else []
+    for name in left_out if options.only else ():
+        note(f"left out: {name}: {left_out[name]}")
     whats = [] if options.no_time else [FORWARD]
     if options.backward or (options.backward is None and setup.cuda):
         whats += [] if options.no_time else [BOTH]
     whats += [MEMORY] if options.memory else []
+    report = {"title": str(setup), "statistic": "median" if setup.cuda else "best of the rounds"}
+    report |= {"setup": vars(setup), "machine": bench_report.machine(setup), "command": sys.argv[1:]}
+    report |= {"candidates": {one.name: one.about for one in chosen}, "left_out": left_out}
+    report |= {"lengths": lengths if whats else [], "measures": list(whats)}
+    report["measures"] += [DECODE] if options.decode is not None else []
+    report["measures"] += [FIRST_STEP] if options.first_step else []
+    report |= {"rows": [], "decode": [], "first_step": []}
 
     report["errors"] = check_all(chosen, setup, random.randint(257, 400), lengths if whats else [], left_out)
     decoders = [one for one in chosen if isinstance(one, Ours) and one.eager]
@@ -206,7 +279,15 @@ def run(options: argparse.Namespace, setup: Setup, lengths: list[int]) -> tuple[
     broken = False
     try:
         for T in lengths if whats else []:
-            measurement = Measurement(chosen, setup, T, options.rounds or (5 if setup.cuda else 7))
+            try:
+                measurement = Measurement(chosen, setup, T, options.rounds or (5 if setup.cuda else 7))
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                note(f"all candidates at {T:,}: left out: out of memory")
+                left_out[f"all candidates at {T:,}"] = "out of memory"
+                broken = True
+                continue
             for what in whats:
                 report["rows"] += measurement.memory() if what == MEMORY else measurement.times(what)
                 bench_report.write(report, options.json)
@@ -220,11 +301,20 @@ def run(options: argparse.Namespace, setup: Setup, lengths: list[int]) -> tuple[
             report["first_step"] = bench_latency.first_steps(chosen, setup, lengths[0])
     except (UserError, Wrong):
         raise
-    except Exception:  # what is measured by now is shown, whatever came
-        traceback.print_exc()
+    except Exception as error:  # what is measured by now is shown, whatever came
+        if out_of_memory(error):
+            note(f"error: out of memory: {one_line(error)}")
+        else:
+            traceback.print_exc()
         broken = True
     report["machine"] = bench_report.machine(setup)  # compilers may have chosen another assembler by now
     bench_report.write(report, options.json)
+    ran = {row["candidate"] for row in report["rows"]} if whats else {one.name for one in chosen}
+    for name in asked:
+        if name not in ran:
+            reasons = [reason for key, reason in left_out.items() if key == name or key.startswith(f"{name} at ")]
+            note(f"error: --only {name}: did not run: {'; '.join(dict.fromkeys(reasons)) or 'see above'}")
+            broken = True
     return report, int(broken)
 
 

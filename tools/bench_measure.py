@@ -39,6 +39,12 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """CUDA has a class for it; on a CPU, and where a size is beyond 64 bits, only the text tells."""
+    signs = ("can't allocate memory", "calculation overflowed", "Overflow when unpacking")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in signs)
+
+
 def leaves(inputs: Tensors) -> Tensors:
     return {name: x.detach().requires_grad_() for name, x in inputs.items()}
 
@@ -111,7 +117,9 @@ def check_all(
         for candidate in chosen:
             try:
                 check_ones(candidate, setup, length)
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
                 note(f"{candidate.name} at {length:,}: not compared with linear, out of memory")
     return errors
 
@@ -149,7 +157,7 @@ class Measurement:
         try:
             return measure(lambda: self.run(name, what))
         except Exception as error:
-            memory = isinstance(error, torch.OutOfMemoryError)
+            memory = out_of_memory(error)
             if self.candidates[name].ours and not memory:
                 self.broken = True
                 traceback.print_exc()

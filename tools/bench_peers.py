@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from src import ops
+from src.ops.linear import _without_kernels
 from src.ops.reference import parallel
 
 FAMILIES = {"ssd": ("ssd", "loglinear_ssd"), "delta_rule": ("gated_delta_rule", "loglinear_gated_delta_rule")}
@@ -45,6 +46,8 @@ SHAPES = {
     "small": Shape(8, 4, 4, 64, 64, (512,)),
     "mqar": Shape(64, 2, 2, 16, 16, (64, 256)),
 }
+SLOWEST, FASTEST = 1e-4, 1e-1
+"""Log decays of a token, at most, of the heads that forget least and most."""
 SMALL = ("small", "mqar")
 """Shapes at which the PyTorch forms are quick enough to be timed beside the kernels without being asked for."""
 
@@ -73,20 +76,32 @@ class Setup:
 
 
 def draw(setup: Setup, T: int, levels: int | None = None) -> Tensors:
-    """Fresh random tokens: unit keys, a mean log decay of -0.05, gates and scales in fp32."""
+    """Fresh random tokens: unit keys, gates and scales in fp32.
+
+    Heads decay at rates spread logarithmically between :data:`SLOWEST` (a single head: this one) and :data:`FASTEST`,
+    `g = -rate * rand`: were all of them fast, a comparison at a long length would see neighbouring tiles only.
+    """
     dtype, device = getattr(torch, setup.dtype), setup.device
     gates = torch.promote_types(dtype, torch.float32)
     B, G, H, K, V = setup.batch, setup.groups, setup.heads, setup.key_dim, setup.value_dim
+    rates = torch.logspace(math.log10(SLOWEST), math.log10(FASTEST), H, dtype=gates, device=device)
     made = {
         "q": torch.randn(B, T, G, K, dtype=dtype, device=device),
         "k": F.normalize(torch.randn(B, T, G, K, device=device), dim=-1).to(dtype),
         "v": torch.randn(B, T, H, V, dtype=dtype, device=device),
-        "g": -0.1 * torch.rand(B, T, H, dtype=gates, device=device),
+        "g": -rates * torch.rand(B, T, H, dtype=gates, device=device),
     }
     if setup.family == "delta_rule":
         made["beta"] = torch.rand(B, T, H, dtype=gates, device=device)
     made["level_scales"] = torch.rand(B, T, H, levels or ops.num_levels(T), dtype=gates, device=device)
     return made
+
+
+def auto_takes(setup: Setup) -> str:
+    """What `backend="auto"` is here, as the operators decide it."""
+    token = draw(replace(setup, batch=1), 1)
+    missing = _without_kernels(token["v"], token.get("beta"))
+    return "torch" if missing or not token["v"].is_cuda else "triton"
 
 
 class Candidate:
