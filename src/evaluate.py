@@ -13,7 +13,7 @@ from src.data import DataModule
 from src.errors import UserError
 from src.files import write_json
 from src.loggers import quiet_lightning
-from src.module import LanguageModule, load_module, pick_device
+from src.module import LanguageModule, check_backend, load_module, pick_device
 from src.options import type_hints
 from src.registry import DATA, build_options
 
@@ -63,6 +63,7 @@ def evaluate(cfg: EvaluateConfig) -> dict[str, Any]:
     run_dir = runs.find(cfg.run, cfg.runs_dir)
     device = pick_device(cfg.device)
     run = config.load(run_dir)
+    check_backend(run.mixer, device.type, cfg.precision or run.trainer.precision)
     module = load_module(runs.checkpoint(run_dir, cfg.checkpoint))
     data = build_data(run, run_dir, cfg.data)
     if data.vocab_size != module.model.vocab_size:

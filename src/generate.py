@@ -8,7 +8,7 @@ from src import config, runs
 from src.data.common.tokenizer import load_tokenizer
 from src.errors import UserError
 from src.generation import Sampling, Timing, generate, stream_text
-from src.module import load_module, pick_device
+from src.module import check_backend, load_module, pick_device
 
 
 @dataclass(kw_only=True)
@@ -40,6 +40,7 @@ def main(cfg: GenerateConfig) -> None:
     """The text goes to standard output, numbers and notes to standard error."""
     run_dir = runs.find(cfg.run, cfg.runs_dir)
     device = pick_device(cfg.device)
+    check_backend(config.load(run_dir).mixer, device.type, "32-true")
     checkpoint = runs.checkpoint(run_dir, cfg.checkpoint)
     tokenizer = load_tokenizer(run_dir)
     model = load_module(checkpoint, device).model

@@ -6,6 +6,7 @@ gradient does not depend on how its tokens are cut into micro-batches and ranks.
 device except every `log_every_n_steps` optimizer steps, when numbers are written.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,20 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={name}: not available here ({str(error).splitlines()[0]})") from error
     return device
+
+
+def check_backend(mixer: object, device: str, precision: str) -> None:
+    """Raises UserError where a mixer's options ask for kernels that nothing here can run."""
+    asked = {"mixer.backend": getattr(mixer, "backend", None)}
+    for name, inner in getattr(mixer, "options", {}).items():  # of a hybrid
+        asked[f"mixer.options.{name}.backend"] = inner.get("backend")
+    for key, backend in asked.items():
+        if backend != "triton" or device == "cuda":
+            continue
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise UserError(
+                f"{key}=triton: needs a CUDA device, or TRITON_INTERPRET=1 to interpret kernels slowly "
+                "(auto takes Triton on CUDA and PyTorch elsewhere)"
+            )
+        if precision != "32-true":
+            raise UserError(f"precision={precision}: {key}=triton is interpreted in 32-true only")

@@ -1,7 +1,6 @@
 """Train a model: `python -m src.train mixer=loglinear_gdn data=pystdlib`; `--help` lists every option."""
 
 import contextlib
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -26,7 +25,7 @@ from src.data.common.tokenizer import load_tokenizer
 from src.errors import UserError
 from src.generation import Sampling, generate, stream_text
 from src.loggers import CsvLogger, TensorBoard, quiet_lightning
-from src.module import LanguageModule
+from src.module import LanguageModule, check_backend
 from src.options import one_line
 from src.registry import DATA
 
@@ -52,29 +51,11 @@ def main(cfg: Config) -> None:
 def train(cfg: Config) -> Path:
     """One run from its options to its folder, which is returned."""
     quiet_lightning()
-    check_backend(cfg)
+    on_cuda = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
+    check_backend(cfg.mixer, "cuda" if on_cuda else "cpu", cfg.trainer.precision)
     run_dir = runs.create(cfg)
     with runs.hold(run_dir):
         return train_in(run_dir, cfg)
-
-
-def check_backend(cfg: Config) -> None:
-    """Raises UserError where kernels are asked for and nothing can run them: before anything is written."""
-    if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
-        return
-    asked = {"mixer.backend": getattr(cfg.mixer, "backend", None)}
-    for name, inner in getattr(cfg.mixer, "options", {}).items():  # of a hybrid
-        asked[f"mixer.options.{name}.backend"] = inner.get("backend")
-    for key, backend in asked.items():
-        if backend != "triton":
-            continue
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            raise UserError(
-                f"{key}=triton: needs a CUDA device, or TRITON_INTERPRET=1 to interpret kernels slowly "
-                "(auto takes Triton on CUDA and PyTorch elsewhere)"
-            )
-        if cfg.trainer.precision != "32-true":
-            raise UserError(f"trainer.precision={cfg.trainer.precision}: kernels are interpreted in 32-true only")
 
 
 def train_in(run_dir: Path, cfg: Config) -> Path:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from src import config
+from src import config, generate
 from src.config import run_cli
 from src.evaluate import EvaluateConfig, build_data, evaluate, main, recall_table
 from src.module import pick_device
@@ -133,6 +133,20 @@ def test_mistakes_are_one_line(text_run, arguments, message, capsys):
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_kernels_of_a_run_without_a_device_are_one_line(tmp_path, monkeypatch, capsys):
+    """Evaluation and generation on a CPU of what was trained on a GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    trained = run(tmp_path, "run.name=a", "mixer=mamba2")
+    file = trained / "config.yaml"
+    file.write_text(file.read_text().replace("backend: auto", "backend: triton"))
+    assert config.load(trained).mixer.backend == "triton"
+    for command, options in ((main, EvaluateConfig), (generate.main, generate.GenerateConfig)):
+        with pytest.raises(SystemExit) as end:
+            run_cli(command, options, [f"run={trained}", "device=cpu"])
+        assert end.value.code == 2
+        assert capsys.readouterr().err.startswith("error: mixer.backend=triton: needs a CUDA device")
 
 
 def test_auto_device_is_there():

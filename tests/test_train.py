@@ -173,7 +173,11 @@ HYBRID = ("mixer=hybrid", "mixer.pattern=[loglinear_mamba2,softmax]", "mixer.opt
     ("asked", "interpret", "said"),
     [
         (HYBRID, "0", "mixer.options.loglinear_mamba2.backend=triton: needs a CUDA device, or TRITON_INTERPRET=1"),
-        (("mixer=mamba2", "mixer.backend=triton", "trainer.precision=bf16-mixed"), "1", "trainer.precision=bf16-mixed"),
+        (
+            ("mixer=mamba2", "mixer.backend=triton", "trainer.precision=bf16-mixed"),
+            "1",
+            "precision=bf16-mixed: mixer.backend=triton is interpreted in 32-true only",
+        ),
         (("mixer=loglinear_gdn", "mixer.backend=triton"), "1", "mixer.backend=triton: the delta rule has no kernels"),
     ],
 )

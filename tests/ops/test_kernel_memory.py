@@ -77,7 +77,7 @@ def test_training_keeps_the_inputs_only(family: str, seed: int) -> None:
 def test_every_head_is_in_one_program_of_one_pass(groups: int, per_group: int, passes: int) -> None:
     heads = groups * per_group
     for units in (1, 10, 100, 1000):
-        work = plan.work_for(heads, groups, units, passes, 264)
+        work = plan.work_for(heads, groups, units, passes, plan.PROGRAMS)
         blocks, rest = divmod(heads, work.heads_a_block)
         assert rest == 0
         assert per_group % work.heads_a_block == 0, "heads of one group a program"
@@ -87,7 +87,13 @@ def test_every_head_is_in_one_program_of_one_pass(groups: int, per_group: int, p
         a_pass = work.heads_a_block * work.blocks_a_pass
         assert a_pass % per_group == 0 or per_group % a_pass == 0, "whole groups, or an equal part of one"
         larger = [n for n in range(work.heads_a_block + 1, per_group + 1) if per_group % n == 0 and a_pass % n == 0]
-        assert all(units * a_pass // n < 264 for n in larger), "a program has as many heads as fill the card"
+        assert all(units * a_pass // n < plan.PROGRAMS for n in larger), "a program has as many heads as fill the card"
+
+
+def test_more_programs_forward_than_backward() -> None:
+    k, v = torch.empty(1, 128 * 64, 1, 128), torch.empty(1, 128 * 64, 48, 64)
+    blocks = [sizes.sizes_of(k, v, None, None, 0, more=False, backward=backward).blocks for backward in (False, True)]
+    assert blocks[0] > blocks[1]
 
 
 @pytest.mark.parametrize(("G", "H"), [(1, 12), (2, 12), (4, 4)])
@@ -97,7 +103,7 @@ def test_programs_of_a_pass_share_no_place(G: int, H: int, monkeypatch: pytest.M
     for scratch in (1e-9, 0.3, 2.0):
         change(monkeypatch, SCRATCH=scratch, SCRATCH_BYTES=1)
         for heads_a_program in (1, 3):
-            change(monkeypatch, PROGRAMS=264 // heads_a_program**2)
+            change(monkeypatch, PROGRAMS=plan.PROGRAMS // heads_a_program**2)
             made = sizes.sizes_of(k, v, None, None, 0, more=False, backward=True)
             of_group = H // G // made.block_heads
             for first in range(0, made.blocks, made.blocks_a_pass):

@@ -44,20 +44,28 @@ def ensure(kind: tuple, run: Callable[[], dict[str, float]], dtype: torch.dtype)
         raise KernelError(
             f"wrong {worst} (relative error {errors[worst]:.1e}) from kernels compiled by {compiler()} for "
             f"{torch.cuda.get_device_name()}: choose backend='torch' (mixer.backend=torch), or point "
-            "TRITON_PTXAS_PATH to a newer ptxas, or install another Triton"
+            f"{_assembler()[1]} to a newer ptxas, or install another Triton"
         )
 
 
 def compiler() -> str:
     """Triton and the ptxas that it calls, with their versions."""
-    given = os.environ.get("TRITON_PTXAS_PATH")
-    path = given or shutil.which("ptxas", path=os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin"))
+    name, variable = _assembler()
+    given = os.environ.get(variable)
+    path = given or shutil.which(name, path=os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin"))
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
         version = said.split("release")[-1].split(",")[-1].split()[0].lstrip("V")
     except (OSError, TypeError, IndexError, subprocess.CalledProcessError):
         version = "of unknown version"
-    return f"Triton {triton.__version__} with ptxas {version}" + (" (TRITON_PTXAS_PATH)" if given else "")
+    return f"Triton {triton.__version__} with ptxas {version}" + (f" ({variable})" if given else "")
+
+
+def _assembler() -> tuple[str, str]:
+    """What Triton calls for the current device, and the variable that puts another in its place."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10:
+        return "ptxas-blackwell", "TRITON_PTXAS_BLACKWELL_PATH"
+    return "ptxas", "TRITON_PTXAS_PATH"
 
 
 def problem(T: int, K: int, V: int, L: int | None, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
