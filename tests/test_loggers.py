@@ -59,6 +59,8 @@ def test_numbers_survive_exactly(tmp_path):
 
 def test_tensorboard_hides_steps_after_the_checkpoint(tmp_path):
     for start, values in ((0, {1: 1.0, 2: 2.0, 3: 3.0}), (2, {3: 30.0})):
+        if start:  # files of one second and process are not read in the order in which they were written
+            time.sleep(1 - time.time() % 1 + 0.01)
         log = TensorBoard(tmp_path / "run", start)
         log.start({"a": {"b": 1}})
         for step, value in values.items():
