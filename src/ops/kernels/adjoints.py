@@ -22,16 +22,15 @@ from src.ops.kernels.tiles import bit_length, document_at, document_of, product,
 def adjoint(
     q, do, cums, columns, totals, E,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, scale, width,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a group (a place in the tree), head and block of values. ``R = 2**TILE_BITS`` tokens a tile.
+    """One program a group (a place in the tree), head and block of values. ``R = 64 << P`` tokens a tile.
 
     Without packing, programs of large groups come first, since they take longest; ``width`` is a power of two
     that is at least ``tiles_a_row``.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    SP: tl.constexpr = TILE_BITS - 6
     pid = tl.program_id(0)
     part = pid % NV
     local_head = (pid // NV) % heads
@@ -48,7 +47,7 @@ def adjoint(
         if order > 0:
             rank = bit_length(order) - 1
             i = (2 * (order - (1 << rank)) + 1) * (width >> (rank + 1)) - 1
-    tile0 = chunk0 >> SP
+    tile0 = chunk0 >> P
     A = tile0 + i
     end = chunk0 * 64 + length
     last = (end + R - 1) // R - 1 - tile0  # the document's last tile, a short one included
@@ -66,7 +65,7 @@ def adjoint(
         z = trailing_ones(A)
         from_tile = i + 1
         count = tl.minimum(1 << z, last - i)
-        index = tl.minimum(TILE_BITS + 1 + z, L - 1).to(tl.int64)
+        index = tl.minimum(6 + P + 1 + z, L - 1).to(tl.int64)
         lams = columns + (local_head.to(tl.int64) * L + index) * tokens + start
     else:
         if i > last:
@@ -77,7 +76,7 @@ def adjoint(
     run = 0.0
     for r in range(count):
         b = from_tile + r
-        begin = ((tile0 + b) << TILE_BITS) - chunk0 * 64
+        begin = ((tile0 + b) << (6 + P)) - chunk0 * 64
         valid = (row >= -begin) & (row < length - begin)
         base = start + begin
         weight = tl.exp(tl.load(sums + begin + row, mask=valid, other=0.0) + run) * scale
@@ -195,12 +194,11 @@ def _child(E, S, D, spans, cross, final, j, i, whole, run, tiles, levels, PARTS:
 def root_adjoint(
     q, do, cums, columns, totals, roots, dlevels, droots, root_crossing,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     PACKED: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a group of an earlier call, document, head and block of values: its gradient ``droots``."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    SP: tl.constexpr = TILE_BITS - 6
     pid = tl.program_id(0)
     part = pid % NV
     local_head = (pid // NV) % heads
@@ -210,7 +208,7 @@ def root_adjoint(
     if (chunk0 >> j) & 1 == 0:
         return
     newest = ((chunk0 >> j) << j) - 1  # the group's last chunk
-    tile0 = chunk0 >> SP
+    tile0 = chunk0 >> P
     end = chunk0 * 64 + length
     count = tl.where(length > 0, (end + R - 1) // R - tile0, 0)
     head = head0 + local_head
@@ -225,10 +223,10 @@ def root_adjoint(
     acc = tl.zeros([BK, BV], tl.float32)
     run = 0.0
     for i in range(count):
-        begin = ((tile0 + i) << TILE_BITS) - chunk0 * 64
+        begin = ((tile0 + i) << (6 + P)) - chunk0 * 64
         valid = (row >= -begin) & (row < length - begin)
         base = start + begin
-        here = tl.maximum((tile0 + i) << SP, chunk0)
+        here = tl.maximum((tile0 + i) << P, chunk0)
         index = tl.minimum(6 + bit_length(here ^ newest), L - 1).to(tl.int64)
         lam = tl.load(columns + (local_head.to(tl.int64) * L + index) * tokens + base + row, mask=valid, other=0.0)
         weight = tl.exp(tl.load(sums + begin + row, mask=valid, other=0.0) + run) * scale * lam.to(tl.float32)
@@ -248,7 +246,7 @@ def root_adjoint(
     at = ((j * N + n).to(tl.int64) * H + head) * (K * V) + cell
     if STATE:
         # It lives on in the group of the new state that holds it, if only decayed.
-        run += since_boundary(sums, length, chunk0, SP)
+        run += since_boundary(sums, length, chunk0, P)
         level = bit_length((end >> 6) ^ newest) - 1
         to = ((level * N + n).to(tl.int64) * H + head) * (K * V) + cell
         final = tl.load(dlevels + to, mask=inner, other=0.0) * tl.exp(run)
@@ -262,7 +260,7 @@ def root_adjoint(
 def carry(
     crossing, crossed, root_crossing, root_crossed, passing,
     documents, first, N, T, tiles_a_row, tiles, heads, J, JR, parts, slices,
-    TILE_BITS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
+    P: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
     PACKED: tl.constexpr, ROOTS: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
     """``passing [heads, tiles]``: the gate's gradient through a tile, of all pairs of tokens before and behind it.
@@ -274,15 +272,14 @@ def carry(
     tile, one a set bit of its index, and is read by a tile behind, inside the group's right sibling (``crossed``),
     or behind that, through the group's parent (``crossing``). Sums of what does cross: nothing has to cancel.
     """
-    SP: tl.constexpr = TILE_BITS - 6
     pid = tl.program_id(0)
     local_head = pid % heads
     n = pid // heads
     _, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    tile0 = chunk0 >> SP
+    tile0 = chunk0 >> P
     end = chunk0 * 64 + length
-    whole = (end >> TILE_BITS) - tile0
-    count = tl.where(length > 0, ((end + (1 << TILE_BITS) - 1) >> TILE_BITS) - tile0, 0)
+    whole = (end >> (6 + P)) - tile0
+    count = tl.where(length > 0, ((end + (64 << P) - 1) >> (6 + P)) - tile0, 0)
     line = local_head.to(tl.int64)
     acc = tl.zeros([WIDTH], tl.float32)
     from_roots = 0.0

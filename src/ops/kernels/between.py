@@ -52,16 +52,15 @@ def rows(
     of groups of earlier calls to ``root_crossed [heads, chunks]``; a tile has ``2**P`` chunks.
     """
     C: tl.constexpr = 1 << BITS
-    SP: tl.constexpr = BITS + P - 6
     pid = tl.program_id(0)
     block = pid % blocks
     chunk = pid // blocks
     tile = chunk >> P
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    tile0 = chunk0 >> SP
+    tile0 = chunk0 >> P
     A = tile0 + tile - before
-    begin = ((A << SP) - chunk0) * 64
+    begin = ((A << P) - chunk0) * 64
     if begin >= length:
         return
     begin += (chunk & ((1 << P) - 1)) * C  # none of its queries may be there, and its sums are 0 then
@@ -119,7 +118,7 @@ def rows(
             gates += dlam
             acc += weight[:, None] * X
         if ROOTS:
-            here = tl.maximum(A << SP, chunk0)
+            here = tl.maximum(A << P, chunk0)
             strength *= tl.exp(tl.load(since + line * tiles + tile))
             rest = chunk0
             total = 0.0
@@ -159,23 +158,22 @@ def columns_back(
     k, v, cums, totals, adjoints, dhalf, dv, dk, column_gates,
     documents, first, N, T, tiles_a_row, tiles, tokens, head0, H, per_group,
     blocks, block0, heads_a_block, partials,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, TILE_BITS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of ``R = 2**TILE_BITS`` keys and some heads of a group.
+    """One program a tile of ``R = 64 << P`` keys and some heads of a group.
 
     ``dv [tokens, H, V]`` and the partial sums ``dk [partials, tokens, G, K]`` of what reaches a token from behind its
     tile, through ``adjoints [heads, tiles, K, V]``; ``column_gates [heads, tokens]``: ``<v_s, dv_s>`` of these. With
     HALF, the first chunk of a short last tile has the gradient ``dhalf [N, H, K, V]``.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    SP: tl.constexpr = TILE_BITS - 6
     pid = tl.program_id(0)
     block = pid % blocks
     tile = pid // blocks
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    begin = ((((chunk0 >> SP) + tile - before) << SP) - chunk0) * 64
+    begin = ((((chunk0 >> P) + tile - before) << P) - chunk0) * 64
     if begin >= length:
         return
     whole = begin + R <= length

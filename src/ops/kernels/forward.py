@@ -36,7 +36,6 @@ def output(
     """One program a block of ``C = 2**BITS`` tokens, some heads of a group, and a block of values."""
     NV: tl.constexpr = (V + BV - 1) // BV
     C: tl.constexpr = 1 << BITS
-    SP: tl.constexpr = BITS + P - 6  # chunks of a tile, as a power of two
     pid = tl.program_id(0)
     part = pid % NV
     block = (pid // NV) % blocks
@@ -45,9 +44,9 @@ def output(
     sub = at & ((1 << P) - 1)
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    tile0 = chunk0 >> SP
+    tile0 = chunk0 >> P
     A = tile0 + tile - before
-    begin = ((A << SP) - chunk0) * 64 + sub * C
+    begin = ((A << P) - chunk0) * 64 + sub * C
     if (begin >= length) | (begin + C <= 0):
         return
     group = ((block0 + block) * heads_a_block) // per_group

@@ -64,7 +64,7 @@ class Sizes:
             "width": triton.next_power_of_2(at.tiles_a_row),
             "K": K, "V": V, "BK": plan.key_block, "BV": plan.value_block,
             "BL": max(2, triton.next_power_of_2(self.L)), "SIZE": size, "BLOCK": block,
-            "P": plan.pair, "BITS": CHUNK_BITS, "R": plan.tile, "TILE_BITS": plan.tile_bits,
+            "P": plan.pair, "BITS": CHUNK_BITS, "R": plan.tile,
             "slices": size // block, "SLICES": triton.next_power_of_2(size // block), "WIDTH": 32,
             "LOGLINEAR": self.loglinear, "PRECISION": plan.precision,
             "entries": self.entries, "ROOM": int(by_tiles),

@@ -87,14 +87,13 @@ def inside(
     C: tl.constexpr = 1 << BITS
     KB: tl.constexpr = 64 if BK > 64 else BK
     NV: tl.constexpr = (V + BV - 1) // BV
-    SP: tl.constexpr = BITS + P - 6
     pid = tl.program_id(0)
     block = pid % blocks
     at = pid // blocks
     tile = at >> P
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    begin = ((((chunk0 >> SP) + tile - before) << SP) - chunk0) * 64 + (at & ((1 << P) - 1)) * C
+    begin = ((((chunk0 >> P) + tile - before) << P) - chunk0) * 64 + (at & ((1 << P) - 1)) * C
     if (begin >= length) | (begin + C <= 0):
         return
     in_group = per_group // heads_a_block
@@ -212,13 +211,12 @@ def pairs(
     C: tl.constexpr = 1 << BITS
     KB: tl.constexpr = 64 if BK > 64 else BK
     NV: tl.constexpr = (V + BV - 1) // BV
-    SP: tl.constexpr = BITS + P - 6
     pid = tl.program_id(0)
     block = pid % blocks
     tile = pid // blocks
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    begin = ((((chunk0 >> SP) + tile - before) << SP) - chunk0) * 64
+    begin = ((((chunk0 >> P) + tile - before) << P) - chunk0) * 64
     if begin >= length:
         return
     in_group = per_group // heads_a_block
@@ -310,10 +308,10 @@ def pairs(
 def finish(
     dcolumns, gates, passing, dg, dscales,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, L, slices,
-    R: tl.constexpr, TILE_BITS: tl.constexpr, BL: tl.constexpr, SLICES: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, BL: tl.constexpr, SLICES: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of ``R = 2**TILE_BITS`` tokens and head: ``dg [tokens, H]`` and ``dlambda [tokens, H, L]``.
+    """One program a tile of ``R = 64 << P`` tokens and head: ``dg [tokens, H]`` and ``dlambda [tokens, H, L]``.
 
     ``passing [heads, tiles, slices]``: sums of ``carry``, one slice, or of ``scan``, a slice each of its programs.
 
@@ -327,13 +325,12 @@ def finish(
 
     Pairs ``s = t = u`` have no decay and are in none of these sums.
     """
-    SP: tl.constexpr = TILE_BITS - 6
     pid = tl.program_id(0)
     local_head = pid % heads
     tile = pid // heads
     n = document_of(tile, first, N, tiles_a_row, PACKED)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
-    begin = ((((chunk0 >> SP) + tile - before) << SP) - chunk0) * 64
+    begin = ((((chunk0 >> P) + tile - before) << P) - chunk0) * 64
     if begin >= length:
         return
     head = head0 + local_head
