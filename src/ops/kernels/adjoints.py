@@ -14,7 +14,7 @@ of ``i``).
 import triton
 import triton.language as tl
 
-from src.ops.kernels.states import VARYING, since_boundary
+from src.ops.kernels.states import VARYING, levels_of_document, part_of_state, since_boundary
 from src.ops.kernels.tiles import bit_length, document_at, document_of, product, trailing_ones
 
 
@@ -115,19 +115,13 @@ def descend(
     D that is a parent of groups of that level.
     """
     PARTS: tl.constexpr = SIZE // BLOCK
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    local_head = (pid // PARTS) % heads
-    n = pid // (PARTS * heads)
+    part, local_head, n = part_of_state(heads, PARTS)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
     tile0 = chunk0 >> P
     whole = ((chunk0 * 64 + length) >> (6 + P)) - tile0
     at = part * BLOCK + tl.arange(0, BLOCK)
     slots = local_head.to(tl.int64) * tiles + before
-    mine = before + n
-    if ROOM == 0:
-        mine = n * J
-    own = stack + (local_head.to(tl.int64) * entries + mine) * SIZE + at
+    own = stack + levels_of_document(n, local_head, before, J, entries, ROOM) * SIZE + at
     spans += local_head.to(tl.int64) * J * tiles + before
     cross = crossing + slots * PARTS + part
     run = 0.0

@@ -108,6 +108,25 @@ def prepare(
 
 
 @triton.jit
+def part_of_state(heads, PARTS: tl.constexpr):
+    """Which part of a state, head and document a program of the passes over tiles has."""
+    pid = tl.program_id(0)
+    return pid % PARTS, (pid // PARTS) % heads, pid // (PARTS * heads)
+
+
+@triton.jit
+def levels_of_document(n, local_head, before, J, entries, ROOM: tl.constexpr):
+    """Where a document's levels begin in ``stack``, in states.
+
+    With ROOM a document of m tiles has m + 1 places for levels, else J of them, whichever is less in all.
+    """
+    mine = before + n
+    if ROOM == 0:
+        mine = n * J
+    return local_head.to(tl.int64) * entries + mine
+
+
+@triton.jit
 def _leaf(nodes, totals, slots, i, count, at, SIZE: tl.constexpr):
     """State and log decay of tile ``i`` of a document; zeros where there is none."""
     total = tl.load(totals + slots + i, mask=(i >= 0) & (i < count), other=0.0)
@@ -135,21 +154,14 @@ def sweep(
     last chunk boundary, as seen from there; those of whole tiles are stored here.
     """
     PARTS: tl.constexpr = SIZE // BLOCK
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    local_head = (pid // PARTS) % heads
-    n = pid // (PARTS * heads)
+    part, local_head, n = part_of_state(heads, PARTS)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
     tile0 = chunk0 >> P
     whole = ((chunk0 * 64 + length) >> (6 + P)) - tile0
     at = part * BLOCK + tl.arange(0, BLOCK)
     slots = local_head.to(tl.int64) * tiles + before
-    # With ROOM a document of m tiles has m + 1 places for levels, else J of them, whichever is less in all.
-    mine = before + n
-    if ROOM == 0:
-        mine = n * J
-    own = stack + (local_head.to(tl.int64) * entries + mine) * SIZE + at
-    own_span = kept + pid.to(tl.int64) * J
+    own = stack + levels_of_document(n, local_head, before, J, entries, ROOM) * SIZE + at
+    own_span = kept + tl.program_id(0).to(tl.int64) * J
     spans += local_head.to(tl.int64) * J * tiles + before
     run = 0.0
     # Four tiles at a time, so that their loads travel together; aligned, so that their tree is known.
@@ -234,10 +246,7 @@ def scan(
     and where it ends.
     """
     PARTS: tl.constexpr = SIZE // BLOCK
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    local_head = (pid // PARTS) % heads
-    n = pid // (PARTS * heads)
+    part, local_head, n = part_of_state(heads, PARTS)
     _, length, _, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
     count = (length + R - 1) // R
     at = part * BLOCK + tl.arange(0, BLOCK)
@@ -284,10 +293,7 @@ def keep_roots(
 ):  # fmt: skip
     """Groups of earlier calls, ``roots [J, N, H, SIZE]``, decayed into those of the new state that hold them."""
     PARTS: tl.constexpr = SIZE // BLOCK
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    local_head = (pid // PARTS) % heads
-    n = pid // (PARTS * heads)
+    part, local_head, n = part_of_state(heads, PARTS)
     start, length, chunk0, before = document_at(n, documents, first, N, T, tiles_a_row, PACKED)
     end = (chunk0 * 64 + length) >> 6
     at = part * BLOCK + tl.arange(0, BLOCK)
