@@ -25,10 +25,10 @@ import torch
 
 from src.errors import UserError
 from src.ops.checks import check_recurrent
-from tools import bench_latency, bench_report
+from tools import bench_figure, bench_files, bench_latency, bench_report
+from tools.bench_files import DECODE, FIRST_STEP
 from tools.bench_measure import BOTH, FORWARD, MEMORY, Measurement, Wrong, check_all, note, out_of_memory
 from tools.bench_peers import ALIASES, FAMILIES, SHAPES, Candidate, Ours, Setup, candidates, choose, draw, one_line
-from tools.bench_report import DECODE, FIRST_STEP
 
 EPILOG = """shapes (batch, heads, groups, K, V; lengths on a CUDA device):
 {shapes}
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
             reports = [report]
         print("\n\n".join(map(bench_report.table, reports)))
         if options.figure:
-            bench_report.figure(reports, options.figure)
+            bench_figure.figure(reports, options.figure)
             print(f"figure: {options.figure}")
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -163,20 +163,20 @@ def check_output(options: argparse.Namespace, parser: Parser) -> None:
         if ignored:
             names = ", ".join("--" + name.replace("_", "-") for name in ignored)
             raise UserError(f"--from-json measures nothing, {names} would be ignored (allowed: --figure, same family)")
-    bench_report.check_file("--json", options.json)
+    bench_files.check_file("--json", options.json)
     if options.figure:
-        bench_report.check_figure(options.figure)
+        bench_figure.check_figure(options.figure)
         if options.no_time:
             raise UserError("--figure draws times, --no-time takes none: give one of the two")
 
 
-def saved(options: argparse.Namespace) -> list[bench_report.Report]:
+def saved(options: argparse.Namespace) -> list[bench_files.Report]:
     """The reports of --from-json. Raises UserError."""
-    reports = bench_report.read(options.from_json)
+    reports = bench_files.read(options.from_json)
     for report in reports:
         if options.family not in (None, found := report["setup"]["family"]):
             raise UserError(f"family {options.family}: the files hold another one (allowed: {found}, or none)")
-    if options.figure and not bench_report.timed(reports):
+    if options.figure and not bench_figure.timed(reports):
         raise UserError("--figure: nothing was timed in these files")
     return reports
 
@@ -290,13 +290,13 @@ def run(options: argparse.Namespace, setup: Setup, lengths: list[int]) -> tuple[
                 continue
             for what in whats:
                 report["rows"] += measurement.memory() if what == MEMORY else measurement.times(what)
-                bench_report.write(report, options.json)
+                bench_files.write(report, options.json)
             left_out |= {f"{name} at {T:,}": reason for name, reason in measurement.failed.items()}
             broken |= measurement.broken
             del measurement
         if options.decode is not None:
             report["decode"] = bench_latency.decode(decoders, setup, options.decode or bench_latency.POSITIONS)
-            bench_report.write(report, options.json)
+            bench_files.write(report, options.json)
         if options.first_step:
             report["first_step"] = bench_latency.first_steps(chosen, setup, lengths[0])
     except (UserError, Wrong):
@@ -308,7 +308,7 @@ def run(options: argparse.Namespace, setup: Setup, lengths: list[int]) -> tuple[
             traceback.print_exc()
         broken = True
     report["machine"] = bench_report.machine(setup)  # compilers may have chosen another assembler by now
-    bench_report.write(report, options.json)
+    bench_files.write(report, options.json)
     ran = {row["candidate"] for row in report["rows"]} if whats else {one.name for one in chosen}
     for name in asked:
         if name not in ran:

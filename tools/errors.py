@@ -22,7 +22,7 @@ import torch
 from src.errors import UserError
 from src.files import write_text
 from tools.bench import Parser, positive
-from tools.bench_report import check_file
+from tools.bench_files import check_file
 
 OPERATORS = ("ssd", "loglinear_ssd")
 BOUNDS = {"bfloat16": 1e-2, "float32": 1e-5}
