@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from src import ops
-from src.ops.kernels import decode
+from src.ops.kernels import decode, decode_delta
 from src.ops.reference import parallel, recurrent
-from tests.ops.helpers import assert_close, inputs, operator, part
+from tests.ops.helpers import FAMILIES, LOGLINEAR, assert_close, inputs, operator, part
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FAMILIES = ["ssd", "loglinear_ssd"]
 STARTS = [0, 1, 62, 63, 64, 127, 128, 130, 255]
 SCALE = 0.7
 
@@ -23,7 +22,9 @@ def to(arguments: dict, *target) -> dict:
 
 
 def step(x: dict, state: ops.State) -> tuple[Tensor, ops.State]:
-    return decode.step(x["q"], x["k"], x["v"], x["g"], x["level_scales"], state, SCALE)
+    if x["beta"] is None:
+        return decode.step(x["q"], x["k"], x["v"], x["g"], x["level_scales"], state, SCALE)
+    return decode_delta.step_delta(x["q"], x["k"], x["v"], x["g"], x["beta"], x["level_scales"], state, SCALE)
 
 
 def torch_step(family: str, x: dict, state: ops.State) -> tuple[Tensor, ops.State]:
@@ -38,6 +39,10 @@ def prefilled(family: str, starts: list[int], **sizes) -> tuple[dict, ops.State]
     return arguments, operator(family)(**given, cu_seqlens=cu, return_state=True, backend="torch")[1]
 
 
+def buffers(state: ops.LogLinearState) -> list[str]:
+    return [name for name in ("k", "v", "g", "beta") if getattr(state, name) is not None]
+
+
 def assert_same_state(state: ops.State, expected: ops.State) -> None:
     """All that means something: levels, and the buffer's places up to each row's position."""
     assert torch.equal(state.positions, expected.positions)
@@ -49,7 +54,8 @@ def assert_same_state(state: ops.State, expected: ops.State) -> None:
         dead = [j for j in range(len(have)) if not position // 64 >> j & 1]
         assert position // 64 < 1 << len(have)
         assert not have[dead, n].any()
-        for name in ("k", "v", "g"):
+        assert (state.beta is None) == (expected.beta is None)
+        for name in buffers(state):
             a, b = (getattr(s, name)[n, : position % 64] for s in (state, expected))
             assert torch.equal(a, b.to(a.dtype)), name
     assert state.max_position >= int(state.positions.max())
@@ -104,8 +110,8 @@ SIZES = [
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        *[("ssd", sizes) for sizes in SIZES],
-        *[("loglinear_ssd", sizes) for sizes in [*SIZES, {"L": 1}, {"L": 3}, {"L": 8}]],
+        *[(family, sizes) for family in FAMILIES for sizes in SIZES],
+        *[(family, sizes) for family in LOGLINEAR for sizes in ({"L": 1}, {"L": 3}, {"L": 8})],
     ],
     ids=str,
 )
@@ -201,7 +207,7 @@ def test_bf16_token_after_an_fp32_prefill(family: str, seed: int) -> None:
     expected, after = torch_step(family, x, state)
     o, functional = step(x, state)
     assert_close(o, expected, 1e-2, "output")
-    if family == "loglinear_ssd":
+    if family in LOGLINEAR:
         assert functional.k.dtype == after.k.dtype == torch.bfloat16
         _, kept = step(x, state.for_decoding(1))
         assert kept.k.dtype == torch.float32
@@ -209,19 +215,20 @@ def test_bf16_token_after_an_fp32_prefill(family: str, seed: int) -> None:
             step(to(x, torch.float32), functional.for_decoding(1))
 
 
-def test_what_is_dead_is_not_read(seed: int) -> None:
+@pytest.mark.parametrize("family", LOGLINEAR)
+def test_what_is_dead_is_not_read(family: str, seed: int) -> None:
     starts = [0, 5, 63, 64, 127, 255]
-    _, state = prefilled("loglinear_ssd", starts, L=11, H=1)
+    _, state = prefilled(family, starts, L=11, H=1)
     clean = state.for_decoding(200)
     dirty = clean.clone()
     for n, position in enumerate(starts):
-        for x in (dirty.k, dirty.v, dirty.g):
-            x[n, position % 64 :] = torch.nan
+        for name in buffers(dirty):
+            getattr(dirty, name)[n, position % 64 :] = torch.nan
         for j in range(len(dirty.levels)):
             if not position // 64 >> j & 1:
                 dirty.levels[j, n] = torch.nan
     for _ in range(2):
-        x = to(inputs("loglinear_ssd", 1, B=len(starts), L=11, H=1), DEVICE, torch.float32)
+        x = to(inputs(family, 1, B=len(starts), L=11, H=1), DEVICE, torch.float32)
         expected, clean = step(x, clean)
         o, dirty = step(x, dirty)
         assert torch.equal(o, expected)
@@ -231,10 +238,11 @@ def test_what_is_dead_is_not_read(seed: int) -> None:
     assert not dirty.levels[:2, starts.index(255)].any()  # levels that were merged are 0 again
 
 
-def test_no_room_is_not_silent(seed: int) -> None:
-    _, state = prefilled("loglinear_ssd", [127], L=4, H=1)
+@pytest.mark.parametrize("family", LOGLINEAR)
+def test_no_room_is_not_silent(family: str, seed: int) -> None:
+    _, state = prefilled(family, [127], L=4, H=1)
     state.levels = state.levels[:1]
-    x = to(inputs("loglinear_ssd", 1, L=4, H=1), DEVICE, torch.float32)
+    x = to(inputs(family, 1, L=4, H=1), DEVICE, torch.float32)
     state = state.for_decoding(0)
     o, state = step(x, state)  # position 127 has one level; the chunk that it ends would need another
     assert o.isfinite().all()
@@ -252,10 +260,11 @@ def test_parts_of_wider_tensors(family: str, seed: int) -> None:
     assert torch.equal(step(odd, state)[0], expected)
 
 
-def test_fp64_is_refused(seed: int) -> None:
-    _, state = prefilled("ssd", [3], H=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp64_is_refused(family: str, seed: int) -> None:
+    _, state = prefilled(family, [3], H=1)
     with pytest.raises(ValueError, match="v must be float32 or bfloat16 for the Triton backend, got float64"):
-        step(to(inputs("ssd", 1, H=1), DEVICE), state)
+        step(to(inputs(family, 1, H=1), DEVICE), state)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -263,12 +272,13 @@ def test_registered_operators(family: str, seed: int) -> None:
     _, state = prefilled(family, [63, 64], H=1, L=9)
     state = state.for_decoding(1)
     x = to(inputs(family, 1, B=2, H=1, L=9), DEVICE, torch.float32)
-    if family == "ssd":
-        torch.library.opcheck(decode.ssd_step_, (x["q"], x["k"], x["v"], x["g"], state.memory, state.positions, SCALE))
-        return
-    given = (x["q"], x["k"], x["v"], x["g"], x["level_scales"])
-    held = (state.levels, state.k, state.v, state.g, state.positions, state.clocks)
-    torch.library.opcheck(decode.loglinear_ssd_step_, (*given, *held, SCALE))
+    module = decode if x["beta"] is None else decode_delta
+    if isinstance(state, ops.LinearState):
+        held = [state.memory, state.positions]
+    else:
+        held = [state.levels, *(getattr(state, name) for name in buffers(state)), state.positions, state.clocks]
+    given = [y for y in x.values() if y is not None]
+    torch.library.opcheck(getattr(module, f"{family}_step_"), (*given, *held, SCALE))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -299,7 +309,7 @@ def test_replayed_by_a_cuda_graph(family: str, dtype: torch.dtype, seed: int) ->
     sizes = {"H": 8, "G": 2, "K": 128, "V": 64, "L": 12}
     _, start = prefilled(family, starts, **sizes)
     for name in ("k", "v"):
-        if family == "loglinear_ssd":
+        if family in LOGLINEAR:
             setattr(start, name, getattr(start, name).to(dtype))
     more = inputs(family, 70, B=len(starts), **sizes)
     given = {

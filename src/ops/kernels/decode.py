@@ -52,10 +52,36 @@ FOLDED = tl.constexpr(4)
 
 
 @triton.jit
-def _program(heads: tl.constexpr, blocks: tl.constexpr):
+def program(heads: tl.constexpr, blocks: tl.constexpr):
     """Row, head and block of columns; on one axis, since the others end at 65,535."""
     pid = tl.program_id(0)
     return (pid // (heads * blocks)).to(tl.int64), pid // blocks % heads, pid % blocks
+
+
+@triton.jit
+def scales_of(level_scales, i, r, L):
+    """Level scales at which token ``r`` of a chunk reads places ``i`` of the buffer; 0 where those hold nothing."""
+    level = i * 0
+    for bit in tl.static_range(BITS):
+        level += ((r ^ i) >= (1 << bit)).to(tl.int32)
+    return tl.load(level_scales + tl.minimum(level, L - 1), mask=i < r, other=0).to(tl.float32)
+
+
+@triton.jit
+def sum_of_levels(
+    place, inside, level_scales, c, J, L, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr
+):
+    """``sum_{bit j of c} lambda_{7+j} S_j [BK, 16]``; ``place``: of level 0."""
+    S = tl.zeros([BK, COLUMNS], tl.float32)
+    for first in range(0, J, AT_ONCE):
+        if ((c >> first) & ANY) != 0:
+            j = first + tl.arange(0, AT_ONCE)
+            live = (((c >> j) & 1) != 0) & (j < J)
+            scale_j = tl.load(level_scales + tl.minimum(j + LEVELS, L - 1), mask=live, other=0).to(tl.float32)
+            offset = j.to(tl.int64) * N * H * (K * V)
+            S_j = tl.load(place[None] + offset[:, None, None], mask=inside[None] & live[:, None, None], other=0)
+            S += tl.sum(scale_j[:, None, None] * S_j.to(tl.float32), 0)
+    return S
 
 
 @triton.jit(do_not_specialize=["q_row", "k_row", "v_row", "g_row", "scale"])
@@ -78,7 +104,7 @@ def _linear(
     V: tl.constexpr,
     BK: tl.constexpr,
 ):
-    n, h, block = _program(H, V // COLUMNS)
+    n, h, block = program(H, V // COLUMNS)
     rows, columns = tl.arange(0, BK), block * COLUMNS + tl.arange(0, COLUMNS)
     place = memory + (n * H + h) * (K * V) + rows[:, None] * V + columns[None, :]
     S = tl.load(place, mask=(rows < K)[:, None], other=0).to(tl.float32)
@@ -126,7 +152,7 @@ def _loglinear(
     V: tl.constexpr,
     BK: tl.constexpr,
 ):
-    n, h, block = _program(H, V // COLUMNS)
+    n, h, block = program(H, V // COLUMNS)
     rows, columns = tl.arange(0, BK), block * COLUMNS + tl.arange(0, COLUMNS)
     group = h // (H // G)
     clock = clocks + tl.program_id(0)
@@ -147,24 +173,13 @@ def _loglinear(
     v_i = tl.load(v_buffer + i[:, None] * (H * V) + columns[None, :], mask=(i < r)[:, None], other=0)
     g_i = tl.load(g_buffer + i * H, mask=i < r, other=0).to(tl.float32)
     g_next = tl.load(g_buffer + (i + 1) * H, mask=i + 1 < r, other=0).to(tl.float32)
-    level = i * 0
-    for bit in tl.static_range(BITS):
-        level += ((r ^ i) >= (1 << bit)).to(tl.int32)
-    weight = tl.load(level_scales + tl.minimum(level, L - 1), mask=i < r, other=0).to(tl.float32)
+    weight = scales_of(level_scales, i, r, L)
     own_weight = tl.load(level_scales).to(tl.float32)
 
     # The levels, summed before q reads them.
-    S = tl.zeros([BK, COLUMNS], tl.float32)
     inside = (rows < K)[:, None]
     place = levels + (n * H + h) * (K * V) + rows[:, None] * V + columns[None, :]
-    for first in range(0, J, AT_ONCE):
-        if ((c >> first) & ANY) != 0:
-            j = first + tl.arange(0, AT_ONCE)
-            live = (((c >> j) & 1) != 0) & (j < J)
-            scale_j = tl.load(level_scales + tl.minimum(j + LEVELS, L - 1), mask=live, other=0).to(tl.float32)
-            offset = j.to(tl.int64) * N * H * (K * V)
-            S_j = tl.load(place[None] + offset[:, None, None], mask=inside[None] & live[:, None, None], other=0)
-            S += tl.sum(scale_j[:, None, None] * S_j.to(tl.float32), 0)
+    S = sum_of_levels(place, inside, level_scales, c, J, L, N, H, K, V, BK)
 
     # G_r - G_i, summed from i + 1 on: a difference of two running sums would cancel.
     g_new = g_t.to(tl.float32)
@@ -253,27 +268,43 @@ def step(
     Shapes and devices are taken as checked. ValueError for fp64, and for tokens that a state that is overwritten
     would have to round.
     """
-    if v.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"v must be float32 or bfloat16 for the Triton backend, got {_name(v.dtype)}")
-    new = state if state.in_place else state.for_decoding(1)
+    new = writable(state, k=k, v=v, g=g)
     if isinstance(new, LinearState):
         o = ssd_step_(q, k, v, g, new.memory, new.positions, scale)
-        return o, new if state.in_place else replace(new, in_place=False)
-    for name, x in (("k", k), ("v", v), ("g", g)):
+    else:
+        held = (new.levels, new.k, new.v, new.g, new.positions, new.clocks)
+        o = loglinear_ssd_step_(q, k, v, g, level_scales, *held, scale)
+    return o, returned(new, state)
+
+
+def writable(state: LinearState | LogLinearState, **tokens: Tensor) -> LinearState | LogLinearState:
+    """What a step on ``state`` writes: the state itself or a copy; ``tokens``, by name, go to its buffers."""
+    if tokens["v"].dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"v must be float32 or bfloat16 for the Triton backend, got {_name(tokens['v'].dtype)}")
+    new = state if state.in_place else state.for_decoding(1)
+    if isinstance(new, LinearState):
+        return new
+    for name, x in tokens.items():
         kept = getattr(new, name)
         if not state.in_place:
             setattr(new, name, kept.to(x.dtype))  # as the PyTorch operator does
         elif torch.promote_types(kept.dtype, x.dtype) != kept.dtype:
             # A buffer of another dtype in its place would be another buffer than the one that a graph captured.
             raise ValueError(f"{name} must be {_name(kept.dtype)} as in the initial_state, got {_name(x.dtype)}")
-    o = loglinear_ssd_step_(q, k, v, g, level_scales, new.levels, new.k, new.v, new.g, new.positions, new.clocks, scale)
-    return o, new if state.in_place else replace(new, in_place=False, clocks=None)
+    return new
+
+
+def returned(new: LinearState | LogLinearState, state: LinearState | LogLinearState) -> LinearState | LogLinearState:
+    """What a step on ``state`` gives back, having written ``new``: a copy may not be overwritten."""
+    if state.in_place:
+        return new
+    return replace(new, in_place=False, **({} if isinstance(new, LinearState) else {"clocks": None}))
 
 
 @torch.library.custom_op("loglinear::ssd_step_", mutates_args=("memory", "positions"))
 def ssd_step_(q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor, positions: Tensor, scale: float) -> Tensor:
     """:func:`step` on the tensors of a linear state, which it overwrites."""
-    return _launch(_linear, (q, k, v, g), (memory, positions), (), scale)
+    return launch_step(_linear, (q, k, v, g), (memory, positions), (), scale)
 
 
 @torch.library.custom_op(
@@ -297,7 +328,7 @@ def loglinear_ssd_step_(
     """:func:`step` on the tensors of a log-linear state, which it overwrites."""
     state = (levels, k_buffer, v_buffer, g_buffer, positions, clocks)
     sizes = (v.shape[0], levels.shape[0], level_scales.shape[-1])
-    return _launch(_loglinear, (q, k, v, g, level_scales), state, sizes, scale)
+    return launch_step(_loglinear, (q, k, v, g, level_scales), state, sizes, scale)
 
 
 @ssd_step_.register_fake
@@ -310,7 +341,15 @@ def _(q, k, v, g, level_scales, levels, k_buffer, v_buffer, g_buffer, positions,
     return v.new_empty(v.shape)
 
 
-def _launch(kernel, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...], sizes: tuple[int, ...], scale: float):
+def launch_step(
+    kernel,
+    inputs: tuple[Tensor, ...],
+    state: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    scale: float,
+    least: int = 16,
+) -> Tensor:
+    """Outputs of a kernel of this kind. ``inputs``: q, k, v and what else has one entry a row; ``least``: of ``BK``."""
     # Rows may lie apart, as in a part of a wider projection; what is inside a row may not.
     inputs = tuple(x if x[:1].is_contiguous() else x.contiguous() for x in inputs)
     if not all(x.is_contiguous() for x in state):
@@ -320,7 +359,7 @@ def _launch(kernel, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...], sizes
     if not N:
         return o
     device = torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext()
-    BK = triton.next_power_of_2(K)
+    BK = max(least, triton.next_power_of_2(K))
     warps = max(1, BK // 32)  # either large load then takes 64 registers of a thread at most
     with device:  # Triton launches on the current one
         kernel[(N * H * (V // COLUMNS.value),)](
@@ -336,6 +375,7 @@ def _launch(kernel, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...], sizes
             V=V,
             BK=BK,
             num_warps=warps,
+            num_stages=1,  # what is read at once is written so
         )
     return o
 

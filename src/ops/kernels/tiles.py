@@ -134,3 +134,21 @@ def group_scales(lams, rest, lowest, stride, row, valid, L):
     """
     index = tl.minimum(lowest + bit_of(tl.maximum(rest & -rest, 1)), L - 1).to(tl.int64)
     return tl.load(lams + index * stride + row, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def unit_inverse(N, BITS: tl.constexpr, PRECISION: tl.constexpr):
+    """``(I + N)^-1`` of a strictly lower triangular ``N [C, C]``, by doubling the blocks on the diagonal.
+
+    Of blocks of ``2s``, with ``T`` the inverses of blocks of ``s``: ``T - T X T``, where ``X`` is what ``N`` has inside
+    blocks of ``2s`` but outside blocks of ``s``. As stable as substitution: no power of ``N`` is formed, which at
+    repeated keys grows to 1e18 before it cancels.
+    """
+    row = tl.arange(0, 1 << BITS)
+    differ = row[:, None] ^ row[None, :]
+    T = tl.where(differ == 0, 1.0, tl.where(differ == 1, -N, 0.0))
+    for bit in tl.static_range(1, BITS):
+        # Blocks' numbers, other ones for each size: a square of their differences would stay in registers.
+        X = tl.where(((row >> bit)[:, None] ^ (row >> bit)[None, :]) == 1, N, 0.0)
+        T -= product(product(T, X, PRECISION), T, PRECISION)
+    return T
