@@ -42,6 +42,7 @@ def test_saved_runs_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture) ->
         (lambda report: report | {"machine": {}}, "machine has no 'card'"),
         (lambda report: report | {"left_out": {"flash2": None}}, "left_out.flash2 must be a text"),
         (lambda report: report | {"decode": [{"candidate": "linear"}]}, "decode[0] has no 'position'"),
+        (lambda report: report | {"setup": report["setup"] | {"attention": "16"}}, "setup.attention must be a list"),
         (lambda report: report | {"lengths": [None]}, "lengths[0] must be a whole number"),
     ],
 )

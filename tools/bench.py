@@ -28,12 +28,12 @@ from src.ops.checks import check_recurrent
 from tools import bench_figure, bench_files, bench_latency, bench_report
 from tools.bench_files import DECODE, FIRST_STEP
 from tools.bench_measure import BOTH, FORWARD, MEMORY, Measurement, Wrong, check_all, note, out_of_memory
-from tools.bench_peers import ALIASES, FAMILIES, SHAPES, Candidate, Ours, Setup, candidates, choose, draw, one_line
+from tools.bench_peers import ALIASES, Candidate, Ours, candidates, choose, one_line
+from tools.bench_shapes import FAMILIES, SHAPES, Setup, draw
 
-EPILOG = """shapes (batch, heads, groups, K, V; lengths on a CUDA device):
+EPILOG = """shapes (batch, heads, groups, K, V, softmax peers' heads x dim; lengths on a CUDA device):
 {shapes}
 
-candidates of ssd:
 {candidates}
 
 examples:
@@ -41,6 +41,7 @@ examples:
   python -m tools.bench ssd --shape paper --memory --json ssd.json --figure ssd.png
   python -m tools.bench ssd --shape small --only loglinear loglinear_torch loglinear_compiled
   python -m tools.bench ssd --decode --no-time                     one token at a time, behind short and long texts
+  python -m tools.bench delta_rule --shape paper_delta --lengths 4096 16384 --only loglinear linear cudnn
   python -m tools.bench ssd --from-json a.json b.json --figure both.png
 """
 
@@ -51,16 +52,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    shapes = "\n".join(
-        f"  {name:<9}{s.batch:>3}{s.heads:>4}{s.groups:>4}{s.key_dim:>5}{s.value_dim:>5}   "
-        + " ".join(map(str, s.lengths))
+    shapes = [
+        f"  {name:<12}{s.batch:>3}{s.heads:>4}{s.groups:>4}{s.key_dim:>5}{s.value_dim:>5}"
+        + f"{'{}x{}'.format(*s.attention or (s.heads, s.value_dim)):>8}   {' '.join(map(str, s.lengths))}"
         for name, s in SHAPES.items()
-    )
-    names = "\n".join(f"  {name:<20}{one.about}" for name, one in candidates("ssd").items())
+    ]
+    names = []
+    for family in FAMILIES:
+        names += [f"candidates of {family}:", *(f"  {x.name:<20}{x.about}" for x in candidates(family).values()), ""]
     parser = Parser(
         prog="python -m tools.bench",
         description=__doc__,
-        epilog=EPILOG.format(shapes=shapes, candidates=names),
+        epilog=EPILOG.format(shapes="\n".join(shapes), candidates="\n".join(names).rstrip()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -71,7 +74,14 @@ def build_parser() -> Parser:
     for name, text in (("batch", "B"), ("heads", "H"), ("groups", "G, query/key groups; divides the heads")):
         sizes.add_argument(f"--{name}", type=positive, metavar="N", help=text + " (instead of the shape's)")
     sizes.add_argument("--key-dim", type=positive, metavar="K", help="of a head")
-    sizes.add_argument("--value-dim", type=positive, metavar="V", help="of a head; of softmax peers all of it")
+    sizes.add_argument("--value-dim", type=positive, metavar="V", help="of a head")
+    sizes.add_argument(
+        "--attention",
+        type=positive,
+        nargs=2,
+        metavar=("H", "DIM"),
+        help="heads of softmax peers and their dim; default: the shape's, or --heads of --value-dim if one is given",
+    )
     sizes.add_argument("--dtype", choices=["float32", "bfloat16"], help="of q, k, v; default: bfloat16 on CUDA")
     sizes.add_argument("--device", help=f"default: {default_device()}")
     what = parser.add_argument_group("what is measured")
@@ -130,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             setup, lengths = resolve(options)
             if options.once:
-                bench_latency.once(candidates(setup.family)[options.once], setup, lengths[0])
+                bench_latency.once(candidates(setup.family, setup.attention)[options.once], setup, lengths[0])
                 return 0
             report, status = run(options, setup, lengths)
             reports = [report]
@@ -210,9 +220,11 @@ def resolve(options: argparse.Namespace) -> tuple[Setup, list[int]]:
     if sizes["heads"] % groups:
         raise UserError(f"--groups {groups}: must divide --heads {sizes['heads']}")
     dtype = options.dtype or ("bfloat16" if cuda else "float32")
-    changed = any(getattr(options, key) for key in ("batch", "heads", "groups", "key_dim", "value_dim"))
+    changed = any(getattr(options, key) for key in ("batch", "heads", "groups", "key_dim", "value_dim", "attention"))
     shown = "own sizes" if changed else name
-    setup = Setup(options.family, shown, groups=groups, dtype=dtype, device=asked_device, **sizes)
+    attention = None if options.heads or options.value_dim else shape.attention
+    attention = tuple(options.attention) if options.attention else attention
+    setup = Setup(options.family, shown, groups=groups, dtype=dtype, device=asked_device, attention=attention, **sizes)
     lengths = sorted(set(options.lengths or (T for T in shape.lengths if cuda or name == "cpu" or T <= 4096)))
     check_memory(setup, {"--lengths": max(lengths), "--decode": max(options.decode or [1])})
     try:

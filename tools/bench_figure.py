@@ -112,6 +112,8 @@ def title_lines(report: Report) -> tuple[str, str]:
 
     sizes = [f"batch {setup['batch']}", count(setup["heads"], "head"), count(setup["groups"], "q/k group")]
     sizes += [f"K = {setup['key_dim']}", f"V = {setup['value_dim']}", setup["dtype"]]
+    if attention := setup.get("attention"):
+        sizes += ["softmax: " + " heads of ".join(map(str, attention))]
     small = [where["card"], *(f"{shown} {where[key]}" for key, shown in VERSIONS.items() if key in where)]
     small += [count(where["threads"], "thread")] if "threads" in where else []
     return ", ".join(sizes), ", ".join(small)

@@ -99,10 +99,12 @@ POSITIVE = "a number above 0"
 ROW = {"what": str, "T": int, "candidate": str, "value": POSITIVE, "min": May(POSITIVE), "max": May(POSITIVE)}
 DECODE_ROW = {"candidate": str, "position": int, "ms": POSITIVE, "state_bytes": int}
 DECODE_ROW |= {"graph_ms": (POSITIVE, None), "graph_failed": May(str)}
+SETUP = {"family": str, "dtype": str, **dict.fromkeys(("batch", "heads", "groups", "key_dim", "value_dim"), int)}
+SETUP |= {"attention": May(([int], None))}
 REPORT = {
     "title": str,
     "statistic": str,
-    "setup": {"family": str, "dtype": str, **dict.fromkeys(("batch", "heads", "groups", "key_dim", "value_dim"), int)},
+    "setup": SETUP,
     "machine": {"card": str},
     "left_out": {str: str},
     "rows": [ROW],

@@ -20,7 +20,8 @@ from src import ops
 from src.ops.reference import parallel
 from src.ops.state import State
 from tools.bench_measure import BOUNDS, burst, clock, leaves, note, relative_error, require
-from tools.bench_peers import Candidate, Ours, Setup, Tensors, draw, one_line
+from tools.bench_peers import Candidate, Ours, one_line
+from tools.bench_shapes import Setup, Tensors, draw
 
 POSITIONS = [4095, 4096, 131071, 131072]
 """The worst place of a log-linear state (every level holds something) beside the best, early and late."""
@@ -163,6 +164,7 @@ def first_steps(chosen: list[Candidate], setup: Setup, T: int) -> list[Row]:
     sizes = {"batch": setup.batch, "heads": setup.heads, "groups": setup.groups}
     sizes |= {"key-dim": setup.key_dim, "value-dim": setup.value_dim, "lengths": T}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    options += ["--attention", *map(str, setup.attention)] if setup.attention else []
     options += ["--dtype", setup.dtype, "--device", setup.device]
     rows = []
     for candidate in chosen:

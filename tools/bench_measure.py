@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tools.bench_peers import Candidate, Ours, Setup, Tensors, draw, one_line
+from tools.bench_peers import Candidate, Ours, one_line
+from tools.bench_shapes import Setup, Tensors, draw
 
 BOUNDS = {"bfloat16": 1e-2, "float32": 1e-4}
 """Relative error that ours may have; nothing is timed above it."""
@@ -138,9 +139,11 @@ class Measurement:
         if setup.cuda:
             torch.cuda.empty_cache()
         tokens = draw(setup, T)
-        self.do = torch.randn_like(tokens["v"])
         self.candidates = {candidate.name: candidate for candidate in chosen}
         self.inputs = {name: leaves(candidate.inputs(tokens)) for name, candidate in self.candidates.items()}
+        values = {name: candidate.values(self.inputs[name]) for name, candidate in self.candidates.items()}
+        shared = {v.shape: torch.randn_like(v) for v in values.values()}
+        self.do = {name: shared[v.shape] for name, v in values.items()}
 
     def run(self, name: str, what: str) -> None:
         inputs = self.inputs[name]
@@ -148,7 +151,7 @@ class Measurement:
             with torch.no_grad():
                 self.candidates[name](inputs)
         else:
-            torch.autograd.grad(self.candidates[name](inputs), list(inputs.values()), self.do)
+            torch.autograd.grad(self.candidates[name](inputs), list(inputs.values()), self.do[name])
 
     def attempt(self, name: str, what: str, measure: Callable[[Callable[[], None]], object]) -> object | None:
         """`measure(run)`, or None and a line that says why not."""

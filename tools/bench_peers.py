@@ -1,4 +1,4 @@
-"""What `tools.bench` times: shapes by name, and candidates.
+"""What `tools.bench` times: the candidates.
 
 A candidate says why it cannot run here, makes its inputs out of the tokens that all candidates of a length share,
 calls its operator, and has the same function in a slow form that is easy to believe, differentiable in the same
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,89 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from src import ops
-from src.ops.linear import _without_kernels
 from src.ops.reference import parallel
-
-FAMILIES = {"ssd": ("ssd", "loglinear_ssd"), "delta_rule": ("gated_delta_rule", "loglinear_gated_delta_rule")}
-Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one call; `lengths` are the default ones on a CUDA device."""
-
-    batch: int
-    heads: int
-    groups: int
-    key_dim: int
-    value_dim: int
-    lengths: tuple[int, ...]
-
-
-SHAPES = {
-    "cpu": Shape(1, 4, 4, 32, 32, (4096, 16384)),
-    "paper": Shape(2, 48, 1, 128, 64, (4096, 16384, 131072)),
-    "heads16": Shape(1, 16, 16, 128, 128, (4096, 16384, 65536)),
-    "delta": Shape(2, 16, 16, 128, 128, (4096, 16384, 65536)),
-    "small": Shape(8, 4, 4, 64, 64, (512,)),
-    "mqar": Shape(64, 2, 2, 16, 16, (64, 256)),
-}
-SLOWEST, FASTEST = 1e-4, 1e-1
-"""Log decays of a token, at most, of the heads that forget least and most."""
-SMALL = ("small", "mqar")
-"""Shapes at which the PyTorch forms are quick enough to be timed beside the kernels without being asked for."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything about a call but its length."""
-
-    family: str
-    shape: str
-    batch: int
-    heads: int
-    groups: int
-    key_dim: int
-    value_dim: int
-    dtype: str
-    device: str
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.startswith("cuda")
-
-    def __str__(self) -> str:
-        sizes = f"batch {self.batch}, heads {self.heads}, groups {self.groups}, K {self.key_dim}, V {self.value_dim}"
-        return f"{self.family}, {self.shape}: {sizes}, {self.dtype}"
-
-
-def draw(setup: Setup, T: int, levels: int | None = None) -> Tensors:
-    """Fresh random tokens: unit keys, gates and scales in fp32.
-
-    Heads decay at rates spread logarithmically between :data:`SLOWEST` (a single head: this one) and :data:`FASTEST`,
-    `g = -rate * rand`: were all of them fast, a comparison at a long length would see neighbouring tiles only.
-    """
-    dtype, device = getattr(torch, setup.dtype), setup.device
-    gates = torch.promote_types(dtype, torch.float32)
-    B, G, H, K, V = setup.batch, setup.groups, setup.heads, setup.key_dim, setup.value_dim
-    rates = torch.logspace(math.log10(SLOWEST), math.log10(FASTEST), H, dtype=gates, device=device)
-    made = {
-        "q": torch.randn(B, T, G, K, dtype=dtype, device=device),
-        "k": F.normalize(torch.randn(B, T, G, K, device=device), dim=-1).to(dtype),
-        "v": torch.randn(B, T, H, V, dtype=dtype, device=device),
-        "g": -rates * torch.rand(B, T, H, dtype=gates, device=device),
-    }
-    if setup.family == "delta_rule":
-        made["beta"] = torch.rand(B, T, H, dtype=gates, device=device)
-    made["level_scales"] = torch.rand(B, T, H, levels or ops.num_levels(T), dtype=gates, device=device)
-    return made
-
-
-def auto_takes(setup: Setup) -> str:
-    """What `backend="auto"` is here, as the operators decide it."""
-    token = draw(replace(setup, batch=1), 1)
-    missing = _without_kernels(token["v"], token.get("beta"))
-    return "torch" if missing or not token["v"].is_cuda else "triton"
+from tools.bench_shapes import FAMILIES, SMALL, Setup, Tensors
 
 
 class Candidate:
@@ -135,6 +54,10 @@ class Candidate:
     def reference(self, inputs: Tensors) -> Tensor:
         """The same function of the same inputs, in their precision."""
         raise NotImplementedError
+
+    def values(self, inputs: Tensors) -> Tensor:
+        """The one of its inputs that is shaped like its output."""
+        return inputs["v"]
 
     def check_at(self, setup: Setup, T: int, lengths: list[int]) -> tuple[Setup, int]:
         """Where it is compared with its reference: near the random length T (some kernels want whole blocks)."""
@@ -199,12 +122,16 @@ class Compiled(Ours):
 
 
 class Softmax(Candidate):
-    """Causal softmax attention of as many heads, as wide as the values."""
+    """Causal softmax attention of as many heads, as wide as the values, or of the heads and dim that are given."""
 
-    def __init__(self, name: str, family: str, backend: SDPBackend | None) -> None:
+    def __init__(
+        self, name: str, family: str, backend: SDPBackend | None, attention: tuple[int, int] | None = None
+    ) -> None:
         super().__init__(name, family)
-        self.backend = backend
+        self.backend, self.attention = backend, attention
         self.about = f"scaled_dot_product_attention, {backend.name if backend else 'the kernel that PyTorch chooses'}"
+        if attention:
+            self.about += ", {} heads of {}".format(*attention)
 
     def missing(self, setup: Setup) -> str | None:
         if self.backend is None or (setup.cuda and setup.dtype == "bfloat16"):
@@ -216,6 +143,8 @@ class Softmax(Candidate):
 
     def inputs(self, tokens: Tensors) -> Tensors:
         v = tokens["v"]
+        if self.attention and self.attention != v.shape[2:]:
+            v = torch.randn(*v.shape[:2], *self.attention, dtype=v.dtype, device=v.device)
         return {"q": torch.randn_like(v), "k": torch.randn_like(v), "v": v}
 
     def __call__(self, inputs: Tensors) -> Tensor:
@@ -268,6 +197,9 @@ class MambaSSM(Package):
         A = inputs["dt"].new_full(inputs["dt"].shape[-1:], -1.0)
         return self.load()(inputs["x"], inputs["dt"], A, inputs["B"], inputs["C"], chunk_size=256)
 
+    def values(self, inputs: Tensors) -> Tensor:
+        return inputs["x"]
+
     def reference(self, inputs: Tensors) -> Tensor:
         return parallel(inputs["C"], inputs["B"], inputs["x"] * inputs["dt"][..., None], -inputs["dt"])
 
@@ -309,17 +241,17 @@ class FlaLinear(Package):
         return parallel(**inputs)
 
 
-def candidates(family: str) -> dict[str, Candidate]:
-    """All that there are for a family, by name, in the order of the table."""
+def candidates(family: str, attention: tuple[int, int] | None = None) -> dict[str, Candidate]:
+    """All that there are for a family, by name, in the order of the table; `attention` as of :class:`Setup`."""
     made: list[Candidate] = [
         Ours("loglinear", family, "auto"),
         Ours("linear", family, "auto"),
         Ours("loglinear_torch", family, "torch"),
         Ours("linear_torch", family, "torch"),
         Compiled("loglinear_compiled", family),
-        Softmax("flash2", family, SDPBackend.FLASH_ATTENTION),
-        Softmax("cudnn", family, SDPBackend.CUDNN_ATTENTION),
-        Softmax("softmax", family, None),
+        Softmax("flash2", family, SDPBackend.FLASH_ATTENTION, attention),
+        Softmax("cudnn", family, SDPBackend.CUDNN_ATTENTION, attention),
+        Softmax("softmax", family, None, attention),
         FlaLinear("fla_linear", family),
     ]
     if family == "ssd":
@@ -334,7 +266,7 @@ def choose(setup: Setup, only: list[str] | None) -> tuple[list[Candidate], dict[
     """Who runs, and why each other one does not. `only` is checked against :func:`candidates` by the caller."""
     chosen, left_out = [], {}
     asked = None if only is None else {name for one in only for name in ALIASES.get(one, (one,))}
-    for name, candidate in candidates(setup.family).items():
+    for name, candidate in candidates(setup.family, setup.attention).items():
         if asked is not None and name not in asked:
             continue
         reason = candidate.missing(setup)

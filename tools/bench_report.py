@@ -13,7 +13,8 @@ import torch
 
 from tools.bench_files import Report, incomplete
 from tools.bench_measure import BOTH, FORWARD, MEMORY
-from tools.bench_peers import Setup, auto_takes, candidates
+from tools.bench_peers import candidates
+from tools.bench_shapes import Setup, auto_takes
 
 AGAINST = ("linear", "cudnn")
 """Candidates that the ratio columns divide by, where they ran."""
