@@ -39,11 +39,6 @@ class GatedDeltaNet(RecurrentMixer):
         conv_bias: bool = False
         """Give the convolution a bias."""
 
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.backend == "triton":
-                raise UserError("mixer.backend=triton: the delta rule has no kernels (allowed: auto, torch)")
-
     config: Config
 
     def __init__(self, config: Config, *, d_model: int, layer_idx: int, n_layers: int, max_seq_len: int) -> None:

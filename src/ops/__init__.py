@@ -19,15 +19,15 @@ Per sequence and head, with ``t`` from 0 at the start of the sequence::
   States then have one entry a document.
 * ``initial_state`` continues exactly where a state was returned, whatever the split into calls.
 * More levels than scales: the last scale serves every higher level.
-* ``backend``: "auto" takes Triton on a CUDA device where the operator has kernels (scalar decay, fp32 and bf16), else
-  PyTorch. Kernels check themselves against fp64 when they are first used; ``KernelError`` where they are wrong.
+* ``backend``: "auto" takes Triton on a CUDA device for fp32 and bf16, else PyTorch. Kernels check themselves against
+  fp64 when they are first used; ``KernelError`` where they are wrong.
 * ``ValueError`` names the argument, what was expected and what came.
 
 Source: Guo et al., Log-Linear Attention, arXiv 2506.04761; Dao & Gu, Mamba-2, arXiv 2405.21060; Yang et al.,
 Gated Delta Networks, arXiv 2412.06464.
 
 Read ``fenwick.py``, then ``chunked.py``; ``reference.py`` has the definition, token by token. ``kernels/`` is the same
-for scalar decay in Triton.
+in Triton.
 """
 
 from src.ops.attention import softmax_attention

@@ -110,7 +110,7 @@ def _run(q, k, v, g, beta, level_scales, scale, initial_state, return_state, cu_
         check_state_tensor("k", initial_state.k, tuple(q.shape[2:]))
         if (initial_state.beta is None) != (beta is None):
             raise ValueError("initial_state must come from the same operator, got one of the other family")
-    missing = _without_kernels(v, beta)
+    missing = _without_kernels(v)
     if backend == "triton" and missing:
         raise ValueError(f"backend='triton' {missing}; use 'torch' or 'auto'")
     call = {
@@ -122,16 +122,14 @@ def _run(q, k, v, g, beta, level_scales, scale, initial_state, return_state, cu_
     # Autocast would turn the fp32 products inside into bf16 ones.
     with torch.autocast(v.device.type, enabled=False):
         if backend == "triton" or (backend == "auto" and v.is_cuda and not missing):
-            from src.ops.kernels.call import run_ssd  # here, because it imports Triton
+            from src.ops.kernels.call import run  # here, because it imports Triton
 
-            return run_ssd(q, k, v, g, level_scales, **call)
+            return run(q, k, v, g, beta, level_scales, **call)
         return chunked(q, k, v, g, beta, level_scales, **call)
 
 
-def _without_kernels(v: Tensor, beta: Tensor | None) -> str:
+def _without_kernels(v: Tensor) -> str:
     """Why a call cannot go to Triton; empty if it can."""
-    if beta is not None:
-        return "has no kernels for the delta rule"
     if v.dtype == torch.float64:
         return "computes in fp32: it takes float32 and bfloat16, got float64"
     if forward_ad._current_level >= 0:

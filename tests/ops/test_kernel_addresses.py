@@ -1,21 +1,35 @@
-"""Every place that a program of the scalar-decay kernels reads or writes, asked of Triton's interpreter."""
+"""Every place that a program of the kernels reads or writes, asked of Triton's interpreter."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from src.ops.kernels import passes
-from src.ops.kernels.launch import INTERPRETED
+from src.ops.kernels import launch, passes
+from src.ops.kernels.delta import passes as delta_passes
 from tests.ops.helpers import inputs, leaves, operator
-from tests.ops.kernels import DEVICE, LINEAR_ONCE, ONE_KIND, SCALE, both, deal, in_nan, plan_of, run
+from tests.ops.kernels import (
+    DELTA,
+    DEVICE,
+    LINEAR_ONCE,
+    ONE_KIND,
+    SCALE,
+    both,
+    change,
+    deal,
+    in_nan,
+    matrices,
+    plan_of,
+    run,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("pair", "poisoned"),
-    pytest.mark.skipif(not INTERPRETED, reason="only the interpreter can be asked for addresses"),
+    pytest.mark.skipif(not launch.INTERPRETED, reason="only the interpreter can be asked for addresses"),
 ]
 
-READ_ONLY = {"q", "k", "v", "g", "scales", "do", "documents", "first", "roots", "dlevels", "initial", "dhalf"}
+READ_ONLY = {"q", "k", "v", "g", "beta", "scales", "do", "documents", "first", "children_first", "seen_first"}
+READ_ONLY |= {"roots", "dlevels", "initial", "dhalf"}
 
 
 class Watch:
@@ -76,11 +90,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     from triton.runtime.interpreter import InterpreterBuilder
 
     made = Watch()
-    load, store, launch = (
-        InterpreterBuilder.create_masked_load,
-        InterpreterBuilder.create_masked_store,
-        passes.launch,
-    )
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def watched_load(self, pointers, mask, *rest):
         made.at("load", self.grid_idx[0], pointers, mask)
@@ -92,12 +102,12 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
     def watched_launch(kernel, programs: int, arguments: dict, **options) -> None:
         made.begin(kernel, arguments)
-        launch(kernel, programs, arguments, **options)
+        launch.launch(kernel, programs, arguments, **options)
         made.end()
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched_load)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", watched_store)
-    monkeypatch.setattr(passes, "launch", watched_launch)
+    change(monkeypatch, launch=watched_launch)
     return made
 
 
@@ -118,16 +128,39 @@ def test_documents_and_states(family: str, pair: int, watch: Watch, seed: int, m
             backend="triton",
         )
         loss = loss + o.sum()
-    (loss + (state.memory if family == "ssd" else state.levels).sum()).backward()
+    (loss + matrices(state).sum()).backward()
     assert not watch.found
 
 
 @ONE_KIND
-@pytest.mark.parametrize(("family", "dealt"), [("ssd", (1, None)), ("loglinear_ssd", (1, 2))])
+@pytest.mark.parametrize(("K", "cuts"), [(48, None), (48, [0, 0, 1, 129, 290, 290]), (144, [0, 70, 210])])
+@pytest.mark.parametrize("family", DELTA)
+def test_without_states(
+    family: str, K: int, cuts: list[int] | None, watch: Watch, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of two chunks, which the delta rule takes only here; rows of a batch and packed documents."""
+    plan_of(monkeypatch, 1, 32)
+    sizes = {"B": 2, "T": 270} if cuts is None else {"T": cuts[-1]}
+    given, _ = both(inputs(family, **sizes, H=1, K=K, V=48, L=9))
+    given = {name: None if x is None else in_nan(x).requires_grad_() for name, x in given.items()}
+    run(family, given, cu_seqlens=None if cuts is None else torch.tensor(cuts, device=DEVICE)).sum().backward()
+    assert not watch.found
+
+
+@ONE_KIND
+@pytest.mark.parametrize(
+    ("family", "dealt"),
+    [
+        ("ssd", (1, None)),
+        ("loglinear_ssd", (1, 2)),
+        ("gated_delta_rule", (1, 2)),
+        ("loglinear_gated_delta_rule", (1, None)),
+    ],
+)
 def test_heads_of_a_group(
     family: str, dealt: tuple[int, int | None], watch: Watch, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in one pass, two in each of two."""
+    """All in one pass, two in each of two, of the delta rule one in each of four."""
     deal(monkeypatch, *dealt)
     given, _ = both(inputs(family, 140, H=4))
     leaves(given)
@@ -135,19 +168,25 @@ def test_heads_of_a_group(
     assert not watch.found
 
 
+OUTSIDE = {"ssd": {"prepare: a store outside", "output: a load outside"}}
+OUTSIDE["gated_delta_rule"] = OUTSIDE["ssd"] | {"solve: a store outside"}
+
+
 @ONE_KIND
-def test_the_watch_sees_what_is_outside(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", OUTSIDE)
+def test_the_watch_sees_what_is_outside(family: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of allocations that are said to be an element shorter than they are."""
-    new = passes.Pass.new
+    module = delta_passes if family in DELTA else passes
+    new = module.Pass.new
 
     def short(self, *shape: int, **options) -> Tensor:
         made = new(self, *shape, **options).view(-1)
         return made[: max(1, len(made) - 1)]
 
-    monkeypatch.setattr(passes.Pass, "new", short)
-    given, _ = both(inputs("ssd", 70, H=1))
-    run("ssd", given)
-    assert watch.found == {"prepare: a store outside", "output: a load outside"}
+    monkeypatch.setattr(module.Pass, "new", short)
+    given, _ = both(inputs(family, 70, H=1))
+    run(family, given)
+    assert watch.found == OUTSIDE[family]
 
 
 @ONE_KIND
@@ -166,3 +205,21 @@ def test_the_watch_sees_programs_that_meet(watch: Watch, monkeypatch: pytest.Mon
     run("ssd", given).sum().backward()
     kernels = {text.split(":")[0] for text in watch.found}
     assert kernels == {"rows", "columns_back", "pairs", "inside"}
+
+
+@ONE_KIND
+@pytest.mark.parametrize("family", DELTA)
+def test_the_watch_sees_heads_that_meet(family: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that are given one place for the states that their tiles see."""
+    begin = delta_passes.Pass.__init__
+
+    def together(self, *given, **options) -> None:
+        begin(self, *given, **options)
+        self.given["slots"] = 0
+
+    monkeypatch.setattr(delta_passes.Pass, "__init__", together)
+    given, _ = both(inputs(family, 140))
+    leaves(given)
+    run(family, given).sum().backward()
+    meet = [text for text in watch.found if text.endswith("two programs write to one place")]
+    assert all(any(text.startswith(name) for text in meet) for name in ("follow", "ebb"))

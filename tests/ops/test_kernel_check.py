@@ -10,10 +10,29 @@ import torch
 from torch import Tensor
 
 from src.ops import KernelError
-from src.ops.kernels import adjoints, between, check, forward, launch, passes, ssd, states, within
+from src.ops.kernels import check, launch, passes
+from src.ops.kernels.delta import passes as delta_passes
+from src.ops.kernels.delta.ops import delta_backward, delta_forward
 from src.ops.reference import parallel
 from tests.ops.helpers import assert_close, inputs, leaves, operator
-from tests.ops.kernels import DEVICE, FAMILIES, ONE_KIND, SCALE, both, run
+from tests.ops.kernels import (
+    DELTA,
+    DEVICE,
+    FAMILIES,
+    LOGLINEAR,
+    OF_DECAY,
+    OF_DELTA,
+    ONE_KIND,
+    SCALE,
+    both,
+    change,
+    full_name,
+    kernel_names,
+    matrices,
+    plan_of,
+    run,
+    unspecialised,
+)
 
 PTXAS = "Cuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0.r13.0/compiler.36424714_0\n"
 
@@ -80,11 +99,21 @@ def test_the_message_names_the_compiler(given: str | None, tmp_path, monkeypatch
     assert re.fullmatch(rf"Triton \S+ with ptxas {version}{origin}", check.compiler())
 
 
+def asked_checks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, Callable]:
+    """The checks that calls from now on ask for, by kind, none of them made."""
+    asked: dict[tuple, Callable] = {}
+    monkeypatch.setattr(check, "ensure", lambda kind, run, dtype: asked.setdefault(kind, run))
+    return asked
+
+
 @pytest.mark.parametrize("cuts", [None, [0, 30, 30, 100]])
 @pytest.mark.parametrize("L", [None, 3, 9])
-def test_the_standard_is_exact(L: int | None, cuts: list[int] | None) -> None:
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_standard_is_exact(delta: bool, L: int | None, cuts: list[int] | None) -> None:
     """Its gradients are written by hand; here autograd makes them."""
-    given = {n: x.double() for n, x in check.problem(100, 16, 32, L, torch.float32, torch.device(DEVICE)).items()}
+    problem = check.problem(100, 16, 32, L, torch.float32, torch.device(DEVICE), delta=delta)
+    given = {name: x.double() for name, x in problem.items()}
+    assert set(given) == {"q", "k", "v", "g"} | ({"beta"} if delta else set()) | ({"scales"} if L else set())
     tensors = {name: x.requires_grad_() for name, x in given.items()}
     named = {"level_scales" if name == "scales" else name: x for name, x in tensors.items()}
     cu = None if cuts is None else torch.tensor(cuts, device=DEVICE)
@@ -100,19 +129,28 @@ def test_the_standard_is_exact(L: int | None, cuts: list[int] | None) -> None:
 
 @pytest.mark.usefixtures("pair", "poisoned")
 @pytest.mark.parametrize(
-    ("family", "packed", "pair"), [("ssd", True, 0), ("loglinear_ssd", False, 1)], indirect=["pair"]
+    ("family", "packed", "pair", "state"),
+    [
+        ("ssd", True, 0, False),
+        ("loglinear_ssd", False, 1, False),
+        ("gated_delta_rule", True, 0, True),
+        pytest.param("gated_delta_rule", False, 1, False, marks=pytest.mark.slow),
+        ("loglinear_gated_delta_rule", False, 0, True),
+        pytest.param("loglinear_gated_delta_rule", True, 1, False, marks=pytest.mark.slow),
+    ],
+    indirect=["pair"],
 )
 def test_sound_kernels_are_far_within_bounds(
-    family: str, packed: bool, pair: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    family: str, packed: bool, pair: int, state: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checks that calls of these kinds ask for, forward and backward."""
-    asked: dict[tuple, Callable] = {}
-    monkeypatch.setattr(ssd.check, "ensure", lambda kind, run, dtype: asked.setdefault(kind, run))
+    asked = asked_checks(monkeypatch)
     T = (64 << pair) + 1
     given, _ = both(inputs(family, T, H=1))
     leaves(given)
     cu = torch.tensor([0, 40, T], device=DEVICE) if packed else None
-    run(family, given, cu_seqlens=cu).sum().backward()
+    o, end = operator(family)(**given, cu_seqlens=cu, return_state=state, backend="triton")
+    (o.sum() + (matrices(end).sum() if state else 0)).backward()
     assert len(asked) == 2
     found = list(asked.values())[1]()
     names = {"output", *(f"gradient of {name}" for name in leaves(given))}
@@ -142,14 +180,33 @@ def test_a_call_checks_its_kernels_first(family: str, distrust: set[tuple], seed
         assert len(distrust) == 3
 
 
+@pytest.mark.usefixtures("pair", "poisoned")
+@pytest.mark.parametrize("pair", [0], indirect=True)
+@pytest.mark.parametrize("family", DELTA)
+def test_calls_with_states_are_checked_for_themselves(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the delta rule, whose tiles are others then: states that come in, that go out, and none."""
+    asked = asked_checks(monkeypatch)
+    given, _ = both(inputs(family, 20, H=1))
+    with torch.no_grad():
+        run(family, given)
+        assert len(asked) == 1
+        _, state = operator(family)(**given, return_state=True, backend="triton")
+        assert len(asked) == 2
+        operator(family)(**given, initial_state=state, return_state=True, backend="triton")
+        # Continued log-linear calls are packed.
+        assert len(asked) == (3 if family in LOGLINEAR else 2)
+
+
 @ONE_KIND
 @pytest.mark.usefixtures("pair")
+@pytest.mark.parametrize("family", ["ssd", "gated_delta_rule"])
 def test_wrong_kernels_raise_where_they_are_called(
-    distrust: set[tuple], seed: int, monkeypatch: pytest.MonkeyPatch
+    family: str, distrust: set[tuple], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, _ = both(inputs("ssd", 20, H=1))
+    made = (delta_passes if family in DELTA else passes).Pass
+    given, _ = both(inputs(family, 20, H=1))
     leaves(given)
-    output, backward = passes.Pass.output, passes.Pass.backward
+    output, backward = made.output, made.backward
 
     def wrong_output(self, o: Tensor) -> None:
         output(self, o)
@@ -159,16 +216,66 @@ def test_wrong_kernels_raise_where_they_are_called(
         backward(self, do, dlevels, out)
         out["dk"].mul_(torch.nan)
 
-    monkeypatch.setattr(passes.Pass, "backward", wrong_gradient)
-    o = run("ssd", given)
+    monkeypatch.setattr(made, "backward", wrong_gradient)
+    o = run(family, given)
     with pytest.raises(KernelError, match="wrong gradient of k"):
         o.sum().backward()
     distrust.clear()
-    monkeypatch.setattr(passes.Pass, "output", wrong_output)
+    monkeypatch.setattr(made, "output", wrong_output)
     with pytest.raises(KernelError, match="wrong output"):
-        run("ssd", given)
-    o, _ = operator("ssd")(**given, backend="torch")
+        run(family, given)
+    o, _ = operator(family)(**given, backend="torch")
     assert o.isfinite().all()
+
+
+def transposed(x: Tensor, a: dict) -> Tensor:
+    """Of a square matrix a tile."""
+    return x.unflatten(-1, (a["K"], a["K"])).mT.flatten(-2).contiguous()
+
+
+MISTAKES: dict[str, tuple[str, str, Callable[[Tensor, dict], Tensor], str]] = {
+    # Of the delta rule: a kernel, the argument that it gets wrong, how, and the first thing that then is.
+    "other write strengths": ("solve", "beta", lambda x, a: x.square(), "output"),
+    "M transposed": ("follow", "changes", transposed, "output"),
+    "no M": ("follow", "changes", lambda x, a: 0 * x, "output"),
+    "no decay over tiles": ("follow", "totals", lambda x, a: 0 * x, "output"),
+    "scales of the next level": ("output", "columns", lambda x, a: x.roll(1, 1), "output"),
+    "nothing through the first chunk": ("join", "k", lambda x, a: 0 * x, "output"),
+    "M instead of its transpose": ("ebb", "changes", transposed, "k"),
+    "scales of another level": ("rows", "columns", lambda x, a: x.roll(1, 1), "q"),
+    "keys of a tile's second chunk": ("across", "k", lambda x, a: 0 * x, "beta"),
+    "an inverse that is none": ("solve_back", "inverse", lambda x, a: torch.ones_like(x).tril(), "beta"),
+    "no gates over tiles": ("finish", "passing", lambda x, a: 0 * x, "g"),
+}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_show(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kernel, against fp64: far out of bounds, and in what it must show."""
+    kernel, name, wrong, shown = MISTAKES[mistake]
+    plan_of(monkeypatch, int(kernel in ("join", "across")), 16)
+    made: set[str] = set()
+
+    def launched(one, programs: int, arguments: dict, **options) -> None:
+        made.add(one.fn.__name__)
+        if one.fn.__name__ == kernel:
+            arguments = {**arguments, name: wrong(arguments[name], arguments)}
+        launch.launch(one, programs, arguments, **options)
+
+    change(monkeypatch, launch=launched)
+    problem = check.problem(210, 16, 16, 9, torch.float32, torch.device(DEVICE), delta=True)
+
+    def rest(x: dict[str, Tensor]) -> tuple:
+        return *x.values(), None, None, 1.0, 0
+
+    def backward(do: Tensor, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(zip(x, delta_backward(do, None, *rest(x)), strict=False))
+
+    gradients = backward if shown != "output" else None
+    found = check.errors(problem, None, lambda x: delta_forward(*rest(x), -1)[0], gradients)
+    assert kernel in made
+    assert found[shown if shown == "output" else f"gradient of {shown}"] > 10 * check.BOUNDS[torch.float32]
 
 
 # Launches.
@@ -206,11 +313,11 @@ def test_launched_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.launch(kernel, 7, {**first, "x": field[4:], "n": 6}, **how)
     assert len(kernel.compiled) == 1
     assert kernel.ran == [((7,), (field[4:].data_ptr(), field.data_ptr(), 6, 16))]
-    for change in ({"SIZE": 32}, {"x": field.half()}, {"x": field[1:]}, {"y": None}, {"y": field[1:]}):
+    for changed in ({"SIZE": 32}, {"x": field.half()}, {"x": field[1:]}, {"y": None}, {"y": field[1:]}):
         count = len(kernel.compiled)
         for _ in range(2):
-            launch.launch(kernel, 7, {**first, **change}, **how, registers=99)
-            assert len(kernel.compiled) == count + 1, change
+            launch.launch(kernel, 7, {**first, **changed}, **how, registers=99)
+            assert len(kernel.compiled) == count + 1, changed
     assert kernel.compiled[-1][2] == {"num_warps": 4, "num_stages": 2, "maxnreg": 99}
     other = Kernel()
     launch.launch(other, 7, first, **how)
@@ -227,21 +334,21 @@ def test_no_kernel_is_compiled_for_a_size(seed: int, monkeypatch: pytest.MonkeyP
         parameters = inspect.signature(kernel.fn).parameters
         constants = {name for name, p in parameters.items() if p.annotation is not inspect.Parameter.empty}
         numbers = {n for n in parameters if n not in constants and isinstance(arguments[n], int | float)}
-        general = getattr(kernel, "do_not_specialize", None) or kernel.kwargs["do_not_specialize"]
+        general = unspecialised(kernel)
         assert all(isinstance(arguments[n], float) for n in numbers - set(general)), (kernel.__name__, general)
         assert all(n in parameters for n in ("documents", "first", "N", "T"))
-        launched.setdefault(kernel.__name__, set()).update(numbers)
-        original(kernel, programs, arguments, **options)
+        launched.setdefault(full_name(kernel), set()).update(numbers)
+        launch.launch(kernel, programs, arguments, **options)
 
-    original = passes.launch
-    monkeypatch.setattr(passes, "launch", record)
+    change(monkeypatch, launch=record)
     for family in FAMILIES:
+        given, _ = both(inputs(family, 140, H=1, L=8))
+        leaves(given)
+        run(family, given).sum().backward()
         state = None
         for _ in range(2):
             given, _ = both(inputs(family, 70, H=1, L=8))
             leaves(given)
             o, state = operator(family)(**given, initial_state=state, return_state=True, backend="triton")
-        (o.sum() + (state.memory if family == "ssd" else state.levels).sum()).backward()
-    modules = (adjoints, between, forward, states, within)
-    kernels = {name for m in modules for name, x in vars(m).items() if "documents" in getattr(x, "arg_names", ())}
-    assert launched.keys() == kernels - {"document_at"}
+        (o.sum() + matrices(state).sum()).backward()
+    assert launched.keys() == kernel_names(*OF_DECAY, *OF_DELTA)

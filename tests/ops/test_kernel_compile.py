@@ -1,12 +1,13 @@
-"""The kernels of ``ssd`` and ``loglinear_ssd`` as operators of PyTorch: registered, and inside compiled graphs."""
+"""The kernels as operators of PyTorch: registered, and inside compiled graphs."""
 
 import pytest
 import torch
 from torch import Tensor
 
+from src.ops.kernels.delta.ops import delta_backward, delta_forward
 from src.ops.kernels.ssd import documents_of, ssd_backward, ssd_forward
 from tests.ops.helpers import assert_close, assert_same_with_gradients, inputs, leaves, operator
-from tests.ops.kernels import DEVICE, FAMILIES, ONE_KIND, SCALE, both
+from tests.ops.kernels import DELTA, DEVICE, FAMILIES, LOGLINEAR, ONE_KIND, SCALE, both, matrices
 
 pytestmark = pytest.mark.usefixtures("pair", "poisoned")
 
@@ -14,14 +15,15 @@ pytestmark = pytest.mark.usefixtures("pair", "poisoned")
 def registered(family: str, packed: bool, gradients: bool) -> tuple:
     """Arguments of the registered operators up to ``max_chunk``; with documents, states from before too."""
     given, _ = both(inputs(family, 8, H=1, L=8))
-    tensors = [None if given[n] is None else given[n].requires_grad_(gradients) for n in ("q", "k", "v", "g")]
+    names = ("q", "k", "v", "g", "beta") if family in DELTA else ("q", "k", "v", "g")
+    tensors = [given[name].requires_grad_(gradients) for name in names]
     scales = given["level_scales"]
     scales = None if scales is None else scales.requires_grad_(gradients)
     documents = roots = None
     if packed:
         documents = documents_of(torch.tensor([0, 3, 3, 8], device=DEVICE))
         roots = torch.randn(3, 1, 16, 16, device=DEVICE)
-        if family == "loglinear_ssd":
+        if family in LOGLINEAR:
             documents[2] = torch.tensor([1, 0, 2], device=DEVICE)
             roots = roots * torch.tensor([[1.0, 0, 0], [0, 0, 1]], device=DEVICE)[..., None, None, None]
         roots.requires_grad_(gradients)
@@ -29,14 +31,24 @@ def registered(family: str, packed: bool, gradients: bool) -> tuple:
 
 
 @pytest.mark.parametrize("pair", [0], indirect=True)
-@pytest.mark.parametrize(("family", "packed"), [("ssd", False), ("loglinear_ssd", True)])
+@pytest.mark.parametrize(
+    ("family", "packed"),
+    [
+        ("ssd", False),
+        ("loglinear_ssd", True),
+        ("gated_delta_rule", False),
+        pytest.param("gated_delta_rule", True, marks=pytest.mark.slow),
+        ("loglinear_gated_delta_rule", True),
+    ],
+)
 def test_registered_operators(family: str, packed: bool, seed: int) -> None:
     """Schema, autograd, stand-ins, and tracing with dynamic shapes."""
-    torch.library.opcheck(ssd_forward, (*registered(family, packed, True), 2 if packed else -1))
+    forward, backward = (delta_forward, delta_backward) if family in DELTA else (ssd_forward, ssd_backward)
+    torch.library.opcheck(forward, (*registered(family, packed, True), 2 if packed else -1))
     arguments = registered(family, packed, False)
     with torch.no_grad():
-        o, levels = ssd_forward(*arguments, 2 if packed else -1)
-    torch.library.opcheck(ssd_backward, (o, levels if packed else None, *arguments))
+        o, levels = forward(*arguments, 2 if packed else -1)
+    torch.library.opcheck(backward, (o, levels if packed else None, *arguments))
 
 
 @pytest.mark.parametrize("pair", [0], indirect=True)
@@ -69,12 +81,13 @@ def test_states_pass_through_compiled_calls(family: str, seed: int) -> None:
         options = {"scale": SCALE, "return_state": True, "backend": "triton"}
         _, state = operator(family)(**first, **options)
         o, state = operator(family)(**second, **options, initial_state=state)
-        return o, state.memory if family == "ssd" else state.levels
+        return o, matrices(state)
 
     made, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(), call()
     for a, b in zip(made, expected, strict=True):
         assert_close(a, b, 1e-6, "output or state")
-    wanted = [tensors[name] for name in ("k", "v", "g")]
+    names = ("k", "v", "g", "beta") if family in DELTA else ("k", "v", "g")
+    wanted = [tensors[name] for name in names]
     grads, exact = (torch.autograd.grad([x.square().sum() for x in run], wanted) for run in (made, expected))
-    for name, a, b in zip(("k", "v", "g"), grads, exact, strict=True):
+    for name, a, b in zip(names, grads, exact, strict=True):
         assert_close(a, b, 1e-6, f"gradient of {name}")

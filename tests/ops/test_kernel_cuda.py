@@ -1,14 +1,15 @@
-"""The kernels of ``ssd`` and ``loglinear_ssd`` as a GPU's compiler makes them, by the plans that calls get."""
+"""The kernels as a GPU's compiler makes them, by the plans that calls get."""
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.helpers import assert_close, assert_same_with_gradients, inputs, leaves, operator, part
-from tests.ops.kernels import DEVICE, FAMILIES, SCALE, assert_exact, both, run
+from tests.ops.kernels import DELTA, DEVICE, FAMILIES, KEYS, SCALE, assert_exact, both, matrices, run
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +39,15 @@ def test_odd_and_large_head_dims(family: str, K: int, V: int, seed: int) -> None
 def test_packed_documents(family: str, dtype: torch.dtype, bound: float, seed: int) -> None:
     cuts = [0, 0, 1, 16, 80, 208, 208, 1000, 1777]
     assert_exact(family, inputs(family, 1777, G=1, H=8, K=64, V=64, L=8), cuts, dtype=dtype, bound=bound)
+
+
+@pytest.mark.parametrize("adapt", KEYS)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("family", DELTA)
+def test_keys_and_write_strengths(family: str, dtype: torch.dtype, bound: float, adapt: Callable, seed: int) -> None:
+    arguments = inputs(family, 300, K=64, V=64, decay=0.5 if adapt.__name__ == "long_keys" else 0.01)
+    adapt(arguments)
+    assert_exact(family, arguments, dtype=dtype, bound=bound)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -110,7 +120,7 @@ def test_never_waits_for_the_device(family: str, dtype: torch.dtype, seed: int) 
         run(family, first).sum().backward()
         _, state = operator(family)(**first, **options, cu_seqlens=cu)
         o, state = operator(family)(**second, **options, cu_seqlens=more, initial_state=state)
-        (o.sum() + (state.memory if family == "ssd" else state.levels).sum()).backward()
+        (o.sum() + matrices(state).sum()).backward()
 
     step()
     torch.cuda.synchronize()
@@ -150,8 +160,7 @@ def test_long_sequence_is_its_pieces(family: str, seed: int) -> None:
             )
             pieces.append(o)
     assert_close(torch.cat(pieces, 1), whole, 1e-2, "output")
-    name = "memory" if family == "ssd" else "levels"
-    assert_close(getattr(state, name), getattr(end, name), 1e-2, name)
+    assert_close(matrices(state), matrices(end), 1e-2, "states")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""The kernels of ``ssd`` and ``loglinear_ssd`` from call to call: states, and gradients through them.
+"""The kernels from call to call: states, and gradients through them.
 
 The PyTorch operators in fp64 are the reference; ``test_linear_states.py`` compares those with the definition.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from src.ops import LinearState, State
 from src.ops.reference import parallel
 from tests.ops.helpers import assert_close, assert_same_with_gradients, inputs, leaves, operator, part
-from tests.ops.kernels import DEVICE, FAMILIES, LINEAR_ONCE, ONE_KIND, SCALE, both, deal
+from tests.ops.kernels import DEVICE, FAMILIES, LINEAR_ONCE, LOGLINEAR, ONE_KIND, SCALE, both, deal
 
 pytestmark = pytest.mark.usefixtures("pair", "poisoned")
 
@@ -41,7 +41,7 @@ def contents(state: State) -> dict[str, Tensor]:
     if isinstance(state, LinearState):
         return {"memory": state.memory}
     there = torch.arange(63, device=DEVICE) < (state.positions % 64)[:, None]
-    raw = {name: getattr(state, name) for name in ("k", "v", "g")}
+    raw = {n: getattr(state, n) for n in ("k", "v", "g", "beta") if getattr(state, n) is not None}
     raw = {name: torch.where(there.view(*there.shape, *[1] * (x.ndim - 2)), x, 0) for name, x in raw.items()}
     return {"levels": state.levels, **raw}
 
@@ -108,15 +108,17 @@ SPLITS = [[1, 1], [5, 59, 1], [64, 64], [63, 64, 2], [64, 130], pytest.param([20
 
 
 @pytest.mark.parametrize("lengths", SPLITS)
-def test_continued(lengths: list[int], seed: int) -> None:
+@pytest.mark.parametrize("family", LOGLINEAR)
+def test_continued(family: str, lengths: list[int], seed: int) -> None:
     """At chunk boundaries, inside chunks, over them, in two calls or three."""
-    assert_same_calls("loglinear_ssd", calls_of("loglinear_ssd", lengths))
+    assert_same_calls(family, calls_of(family, lengths))
 
 
-def test_groups_that_began_in_an_earlier_call(pair: int, seed: int) -> None:
+@pytest.mark.parametrize("family", LOGLINEAR)
+def test_groups_that_began_in_an_earlier_call(family: str, pair: int, seed: int) -> None:
     """The second four tiles complete a group of eight, of which this call has the right half only."""
     four = 256 << pair
-    assert_same_calls("loglinear_ssd", calls_of("loglinear_ssd", [four + 5, four]), ["torch", "triton"])
+    assert_same_calls(family, calls_of(family, [four + 5, four]), ["torch", "triton"])
 
 
 @LINEAR_ONCE
@@ -127,8 +129,9 @@ def test_continued_trees_of_several_levels(family: str, pair: int, seed: int) ->
 
 
 @pytest.mark.parametrize("lengths", [[1, 1], [64, 64], [130, 3, 70]])
-def test_continued_linear(lengths: list[int], seed: int) -> None:
-    assert_same_calls("ssd", calls_of("ssd", lengths, V=32))
+@pytest.mark.parametrize("family", ["ssd", "gated_delta_rule"])
+def test_continued_linear(family: str, lengths: list[int], seed: int) -> None:
+    assert_same_calls(family, calls_of(family, lengths, V=32))
 
 
 @LINEAR_ONCE
@@ -155,9 +158,10 @@ def test_heads_of_groups(family: str, seed: int, monkeypatch: pytest.MonkeyPatch
 
 @ONE_KIND
 @pytest.mark.parametrize("L", [1, 7, 8])
-def test_last_scale_serves_all_higher_levels(L: int, seed: int) -> None:
+@pytest.mark.parametrize("family", LOGLINEAR)
+def test_last_scale_serves_all_higher_levels(family: str, L: int, seed: int) -> None:
     """Also of the levels at which groups of earlier calls are seen."""
-    assert_same_calls("loglinear_ssd", calls_of("loglinear_ssd", [140, 70], L=L))
+    assert_same_calls(family, calls_of(family, [140, 70], L=L))
 
 
 @LINEAR_ONCE

@@ -1,4 +1,6 @@
-"""The kernels of ``ssd`` and ``loglinear_ssd`` against fp64, on outputs and on every gradient."""
+"""The kernels against fp64, on outputs and on every gradient."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -6,7 +8,21 @@ from torch import Tensor
 
 from src.ops.reference import parallel
 from tests.ops.helpers import assert_close, assert_same_with_gradients, inputs, leaves
-from tests.ops.kernels import DEVICE, FAMILIES, LINEAR_ONCE, ONE_KIND, SCALE, assert_exact, both, deal, plan_of, run
+from tests.ops.kernels import (
+    DELTA,
+    DEVICE,
+    FAMILIES,
+    KEYS,
+    LINEAR_ONCE,
+    LOGLINEAR,
+    ONE_KIND,
+    SCALE,
+    assert_exact,
+    both,
+    deal,
+    plan_of,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("pair", "poisoned")
 
@@ -46,10 +62,12 @@ def test_rows_of_a_batch(family: str, pair: int, seed: int) -> None:
         ("loglinear_ssd", 3, 3, 1),
         ("ssd", 1, 4, 2),
         ("ssd", 2, 4, 1),
+        ("gated_delta_rule", 2, 4, 1),
+        ("loglinear_gated_delta_rule", 1, 3, 1),
     ],
 )
 def test_groups(family: str, G: int, H: int, heads_a_block: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of a group in one program, in two, in one each."""
+    """Heads of a group in one program, in two, in one each, as always of the delta rule."""
     deal(monkeypatch, heads_a_block)
     assert_exact(family, inputs(family, 140, G=G, H=H))
 
@@ -63,7 +81,10 @@ def test_head_dims(family: str, K: int, V: int, seed: int) -> None:
 
 
 @ONE_KIND
-@pytest.mark.parametrize(("family", "V", "block"), [("ssd", 80, 128), ("ssd", 48, 32), ("loglinear_ssd", 48, 32)])
+@pytest.mark.parametrize(
+    ("family", "V", "block"),
+    [("ssd", 80, 128), ("gated_delta_rule", 80, 128), *((family, 48, 32) for family in FAMILIES)],
+)
 def test_values_that_do_not_fill_a_block(
     family: str, V: int, block: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,23 +93,26 @@ def test_values_that_do_not_fill_a_block(
 
 
 @pytest.mark.parametrize(("L", "T"), [(1, 140), (3, 70), (7, 140), (8, 140), (9, 260), (12, 70)])
-def test_last_scale_serves_all_higher_levels(L: int, T: int, seed: int) -> None:
+@pytest.mark.parametrize("family", LOGLINEAR)
+def test_last_scale_serves_all_higher_levels(family: str, L: int, T: int, seed: int) -> None:
     """One scale for all levels, fewer than a chunk needs, than a tile, than the sequence, and more than enough."""
 
     def enough(level_scales: Tensor, **rest) -> Tensor:
         last = level_scales[..., -1:].expand(-1, -1, -1, 12)
         return parallel(level_scales=torch.cat([level_scales, last], -1), **rest)
 
-    assert_exact("loglinear_ssd", inputs("loglinear_ssd", T, L=L, H=1), reference=enough)
+    assert_exact(family, inputs(family, T, L=L, H=1), reference=enough)
 
 
 @ONE_KIND
-def test_scales_of_one_give_the_linear_model(seed: int) -> None:
-    given, _ = both(inputs("loglinear_ssd", 200, H=1))
+@pytest.mark.parametrize("family", LOGLINEAR)
+def test_scales_of_one_give_the_linear_model(family: str, seed: int) -> None:
+    given, _ = both(inputs(family, 200, H=1))
     given["level_scales"] = torch.ones_like(given["level_scales"])
     base = {**given, "level_scales": None}
     tensors = leaves(base)
-    assert_same_with_gradients(run("loglinear_ssd", given), run("ssd", base), tensors, 1e-5)
+    linear = family.removeprefix("loglinear_")
+    assert_same_with_gradients(run(family, given), run(linear, base), tensors, 1e-5)
 
 
 @pytest.mark.parametrize("decay", [0.0, 10.0, 400.0])
@@ -160,5 +184,49 @@ def test_autocast_does_not_reach_inside(family: str, seed: int) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_trees_of_several_levels(family: str, pair: int, packed: bool, seed: int) -> None:
     """More tiles than passes over them take at a time, and a decay that lets the first token reach the last."""
-    T = (64 << pair) * 17 + 20
+    T = (64 << pair) * (9 if family in DELTA else 17) + 20
     assert_exact(family, inputs(family, T, H=1, decay=1e-4), [0, 70, T - 90, T] if packed else None)
+
+
+# The delta rule only.
+
+
+@ONE_KIND
+@pytest.mark.parametrize("decay", [1e-3, 0.5])
+@pytest.mark.parametrize("adapt", KEYS)
+@pytest.mark.parametrize("family", DELTA)
+def test_keys_and_write_strengths(family: str, adapt: Callable, decay: float, seed: int) -> None:
+    arguments = inputs(family, 200, H=1, decay=decay)
+    adapt(arguments)
+    assert_exact(family, arguments)
+
+
+@pytest.mark.parametrize("family", DELTA)
+def test_one_key_at_full_strength(family: str, seed: int) -> None:
+    """Each write takes away all there is: only the own token's value is read, and neither gates nor scales of higher
+    levels matter. Their gradients are zero but for rounding, so that errors count by the size of another's."""
+    arguments = inputs(family, 200, H=1, decay=1e-3)
+    arguments["k"] = arguments["k"][:, :1].expand_as(arguments["k"]).contiguous()
+    arguments["beta"] = torch.ones_like(arguments["beta"])
+    given, exact = both(arguments)
+    tensors, exact_tensors = leaves(given), leaves(exact)
+    o, expected = run(family, given), parallel(**exact, scale=SCALE)
+    assert_close(o, expected, 1e-5, "output")
+    own = exact["v"] if family not in LOGLINEAR else exact["v"] * exact["level_scales"][..., :1]
+    assert_close(o, SCALE * (exact["q"] * exact["k"]).sum(-1, keepdim=True) * own, 1e-5, "output")
+    weight = torch.randn_like(expected)
+    wanted = dict(zip(tensors, torch.autograd.grad(expected, list(exact_tensors.values()), weight), strict=True))
+    grads = dict(zip(tensors, torch.autograd.grad(o, list(tensors.values()), weight.float()), strict=True))
+    for name, x in grads.items():
+        size = wanted["v" if name == "g" else name].norm()
+        assert (x - wanted[name]).norm() <= 1e-5 * size, f"gradient of {name}"
+
+
+@ONE_KIND
+@pytest.mark.parametrize("family", DELTA)
+def test_nothing_written(family: str, seed: int) -> None:
+    """Exactly 0 is read; what could have been is in the gradient of ``beta``."""
+    arguments = inputs(family, 140, H=1)
+    arguments["beta"] = torch.zeros_like(arguments["beta"])
+    assert not run(family, both(arguments)[0]).any()
+    assert_exact(family, arguments)

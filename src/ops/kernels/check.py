@@ -68,8 +68,10 @@ def _assembler() -> tuple[str, str]:
     return "ptxas", "TRITON_PTXAS_PATH"
 
 
-def problem(T: int, K: int, V: int, L: int | None, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Arguments ``q, k, v, g`` (and ``scales``) of two heads, the same in every process.
+def problem(
+    T: int, K: int, V: int, L: int | None, dtype: torch.dtype, device: torch.device, *, delta: bool = False
+) -> dict[str, Tensor]:
+    """Arguments ``q, k, v, g`` (``beta``, with delta, and ``scales``) of two heads, the same in every process.
 
     One forgets within tens of tokens; in the other the first token reaches the last, so that a wrong tree shows.
     """
@@ -78,13 +80,17 @@ def problem(T: int, K: int, V: int, L: int | None, dtype: torch.dtype, device: t
     v = torch.randn(1, T, 2, V, generator=draw)
     g = -torch.tensor([0.1, 0.003]) * torch.rand(1, T, 2, generator=draw)
     made = {"q": q.to(dtype), "k": (k / K**0.5).to(dtype), "v": v.to(dtype), "g": g}
+    if delta:
+        made["k"] = torch.nn.functional.normalize(k, dim=-1).to(dtype)
+        made["beta"] = torch.rand(1, T, 2, generator=draw)
     if L is not None:
         made["scales"] = torch.rand(1, T, 2, L, generator=draw)
     return {name: x.to(device) for name, x in made.items()}
 
 
 def exact(given: dict[str, Tensor], do: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
-    """Output and gradients of a :func:`problem` in fp64, ``A = P * D * M`` as a whole square.
+    """Output and gradients of a :func:`problem` in fp64, ``A = P * D * M`` as a whole square; ``P = q k^T``, and for
+    the delta rule ``tril(q k^T) U diag(beta)`` with ``U = (I + strictly_lower(diag(beta) k k^T))^-1``.
 
     By hand: a check may run inside a backward pass, where autograd cannot be asked.
     """
@@ -99,7 +105,13 @@ def exact(given: dict[str, Tensor], do: Tensor, cu_seqlens: Tensor | None) -> di
         start = cu_seqlens.long()[owner]
     G = g.cumsum(-1)
     D = torch.where(lower, (G[:, :, None] - G[:, None, :]).masked_fill(~lower, 0).exp(), 0)
-    P = q @ k.mT
+    P = Z = torch.where(lower, q @ k.mT, 0)
+    if "beta" in given:
+        beta = given["beta"][0].double().T
+        gram = torch.where(lower, k @ k.mT, 0).tril(-1)
+        eye = torch.eye(T, dtype=torch.float64, device=device).expand(len(beta), T, T)
+        U = torch.linalg.solve_triangular(beta[..., None] * gram, eye, upper=False, unitriangular=True)
+        P = Z @ (U * beta[:, None])
     level = level_matrix(T, device) if cu_seqlens is None else _levels(token - start)
     M = torch.ones_like(D)
     if "scales" in given:
@@ -108,9 +120,18 @@ def exact(given: dict[str, Tensor], do: Tensor, cu_seqlens: Tensor | None) -> di
         M = scales.gather(-1, level)
     A = P * D * M
     dA = do @ v.mT
-    dP = (dA * D * M).sum(0, keepdim=True)
+    dP = dZ = torch.where(lower, dA * D * M, 0)
     W = (dA * A).tril(-1)
-    made = {"output": A @ v, "q": dP @ k, "k": dP.mT @ q, "v": A.mT @ do}
+    made = {"output": A @ v, "v": A.mT @ do}
+    dk = 0
+    if "beta" in given:
+        dZ = torch.where(lower, dP @ (U * beta[:, None]).mT, 0)
+        dT = Z.mT @ dP
+        dN = -torch.where(lower, U.mT @ (dT * beta[:, None]) @ U.mT, 0).tril(-1)
+        made["beta"] = (dT * U).sum(-2) + (dN * gram).sum(-1)
+        dk = ((beta[..., None] * dN) @ k + (beta[..., None] * dN).mT @ k).sum(0, keepdim=True)
+    dZ = dZ.sum(0, keepdim=True)
+    made |= {"q": dZ @ k, "k": dZ.mT @ q + dk}
     made["g"] = (W.sum(-1) - W.sum(-2)).flip(-1).cumsum(-1).flip(-1)
     if "scales" in given:
         made["scales"] = torch.zeros_like(scales).scatter_add_(-1, level, dA * P * D)

@@ -50,7 +50,7 @@ def documents_of(cu_seqlens: Tensor) -> Tensor:
     return torch.stack([cu[:-1], lengths, torch.zeros_like(lengths)])
 
 
-def _dense(**tensors: Tensor | None) -> dict[str, Tensor | None]:
+def dense(**tensors: Tensor | None) -> dict[str, Tensor | None]:
     return {name: None if x is None else x.contiguous() for name, x in tensors.items()}
 
 
@@ -60,7 +60,7 @@ def _tensors(q, k, v, g, scales, documents, scale: float) -> dict:
     if documents is not None:
         documents = documents.contiguous()
         first = first_tiles(documents, plan_for(v.dtype, k.shape[3], v.shape[3]))
-    given = _dense(q=q, k=k, v=v, g=g, scales=scales)
+    given = dense(q=q, k=k, v=v, g=g, scales=scales)
     return {**given, "documents": documents, "first": first, "scale": scale}
 
 
@@ -84,7 +84,7 @@ def ssd_forward(
     ``roots``: the states before, in the same layout as the new ones.
     """
     _trust(v, k, scales, documents, gradients=False)
-    (roots,) = _dense(roots=roots).values()
+    (roots,) = dense(roots=roots).values()
     state = state_levels >= 0
     sizes = sizes_of(k, v, scales, documents, max_chunk, more=state or roots is not None, backward=False)
     shape = (sizes.layout.count, sizes.H, sizes.K, sizes.V) if state else (0,)
@@ -128,7 +128,7 @@ def ssd_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, scales and roots (empty where there are none)."""
     _trust(v, k, scales, documents, gradients=True)
-    do, dlevels, roots = _dense(do=do, dlevels=dlevels, roots=roots).values()
+    do, dlevels, roots = dense(do=do, dlevels=dlevels, roots=roots).values()
     outside = dlevels is not None or roots is not None
     sizes = sizes_of(k, v, scales, documents, max_chunk, more=outside, backward=True)
     with torch.cuda.device_of(v):

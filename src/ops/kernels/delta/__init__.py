@@ -1,0 +1,1 @@
+"""The delta rule on kernels; ``ops.py`` is where calls come in."""

@@ -1,0 +1,132 @@
+"""Which kernels run, in which order: the forward pass and the backward pass over some heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from src.ops.kernels import states, within
+from src.ops.kernels.delta import chain, inside, read, solve, write
+from src.ops.kernels.delta.sizes import Sizes
+from src.ops.kernels.launch import launch
+
+
+class Pass:
+    """Some heads of a call, with the scratch that they need.
+
+    ``tensors``: the call's, by the kernels' names. ``roots``: states before the call.
+    """
+
+    def __init__(self, sizes: Sizes, tensors: dict, head0: int, heads: int, *, backward: bool) -> None:
+        self.sizes, self.heads = sizes, heads
+        self.device = tensors["v"].device
+        at, plan, dtype = sizes.layout, sizes.plan, sizes.dtype
+        loglinear, more, scales = sizes.loglinear, sizes.more, tensors["scales"]
+        K, V, C = sizes.K, sizes.V, plan.tile >> plan.pair
+        self.tiles, self.chunks = at.tiles * heads, (at.tiles << plan.pair) * heads
+        self.given = {
+            **sizes.given, **tensors, "heads": heads, "head0": head0,
+            "cums": self.new(heads, at.tokens),
+            "totals": self.new(heads, at.tiles),
+            "columns": self.new(heads, sizes.L, at.tokens, dtype=scales.dtype) if loglinear else None,
+            "qs": self.new(heads, at.tokens, K, dtype=dtype),
+            "ks": self.new(heads, at.tokens, K, dtype=dtype),
+            "attention": self.new(heads, at.tokens, C, dtype=dtype),
+            "inverse": self.new(heads, at.tokens, C, dtype=dtype) if backward else None,
+            "BACKWARD": backward,
+        }  # fmt: skip
+        pair = plan.pair and more
+        self.given["qt"] = self.new(heads, at.tokens, K, dtype=dtype) if pair else self.given["qs"]
+        self.given["kt"] = self.new(heads, at.tokens, K, dtype=dtype) if pair else self.given["ks"]
+        if more:
+            self.given |= {
+                "nodes": self.new(heads, at.tiles, K * V, dtype=dtype),
+                "changes": self.new(heads, at.tiles, K * K, dtype=dtype),
+                "seen": self.new(heads, sizes.slots, K * V, dtype=dtype),
+            }
+        else:
+            self.given |= {"nodes": None, "changes": None, "seen": None}
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def run(
+        self, kernel, programs: int, *, warps: int = 4, stages: int = 2, registers: int | None = None, **arguments
+    ) -> None:
+        launch(kernel, programs, {**self.given, **arguments}, warps=warps, stages=stages, registers=registers)
+
+    def prepare(self, levels: Tensor | None) -> None:
+        """Up to the states that tiles see; ``levels`` (None: not wanted) takes those behind the call."""
+        sizes, given = self.sizes, self.given
+        whole = {"BV": triton.next_power_of_2(sizes.V), "LEAVES": False, "HALF": False, "leaves": None, "half": None}
+        self.run(states.prepare, self.tiles, **whole)
+        self.run(solve.solve, self.chunks, stages=1, registers=sizes.at_most(168))
+        if not sizes.more:
+            return
+        if sizes.plan.pair:
+            self.run(solve.join, self.tiles, stages=1)
+        programs = self.tiles * (sizes.value_blocks + sizes.key_blocks)
+        self.run(
+            solve.leaves,
+            programs,
+            warps=sizes.plan.state_warps,
+            registers=sizes.at_most(128 if sizes.plan.state_warps == 8 else 168),
+        )
+        state = {"levels": levels, "STATE": levels is not None, "ROOTS": given["roots"] is not None}
+        for step in sizes.steps:
+            self._chain(chain.follow, *step, **state)
+
+    def _chain(self, kernel, level: int, children_a_row: int, children: int, **arguments) -> None:
+        sizes = self.sizes
+        low = level < 0  # its line of ``children_first`` is behind those of all levels
+        at = {"level": sizes.layout.tree_levels if low else level, "children_a_row": children_a_row, "LOW": low}
+        self.run(kernel, children * self.heads * sizes.value_blocks, **at, **arguments, stages=sizes.chain_stages)
+
+    def output(self, o: Tensor) -> None:
+        self.run(
+            read.output,
+            self.chunks * self.sizes.value_blocks,
+            o=o,
+            registers=self.sizes.at_most(128 if self.sizes.K <= 128 else 168),
+        )
+
+    def backward(self, do: Tensor, dlevels: Tensor | None, out: dict[str, Tensor | None]) -> None:
+        """Into ``out``: dq, dk, dv, dg, dbeta, dscales, droots."""
+        sizes, at, heads, K = self.sizes, self.sizes.layout, self.heads, self.sizes.K
+        gates = self.new(5, heads, at.tokens)
+        dcolumns = self.new(heads, sizes.L + 2, at.tokens).zero_() if sizes.loglinear else None
+        self.given |= {**out, "do": do, "gates": gates, "dcolumns": dcolumns, "passing": None}
+        self.given |= {"dqt": None, "dkt": None, "dk_part": None, "dqs": None, "dks": None}
+        if sizes.more:
+            for name in ("dqt", "dkt", "dk_part"):
+                self.given[name] = self.new(heads, at.tokens, K, dtype=sizes.dtype)
+            self._between(gates, dlevels)
+            self.given |= {"dqs": self.given["dqt"], "dks": self.given["dkt"]}
+        inner = {"MORE": bool(sizes.more or sizes.plan.pair)}
+        if sizes.plan.pair:
+            # Of tiles, q~ and k~ have served; their places take the gradients of chunks'.
+            if sizes.more:
+                self.given |= {"dqs": self.given["qt"], "dks": self.given["kt"]}
+            else:
+                for name in ("dqs", "dks", "dk_part"):
+                    self.given[name] = torch.zeros(heads, at.tokens, K, dtype=sizes.dtype, device=self.device)
+            self.run(inside.across, self.tiles, stages=1)
+        self.given["dattention"] = torch.empty_like(self.given["attention"])
+        self.run(inside.attention_back, self.chunks, **inner, stages=3, registers=sizes.at_most(168))
+        self.run(inside.solve_back, self.chunks, **inner, stages=1)
+        self.run(within.finish, self.tiles)
+
+    def _between(self, gates: Tensor, dlevels: Tensor | None) -> None:
+        """What passes from tile to tile."""
+        sizes, given, plan = self.sizes, self.given, self.sizes.plan
+        given["after"] = torch.empty_like(given["seen"])
+        given["dnodes"] = torch.zeros_like(given["nodes"]) if sizes.loglinear else None
+        given["passing"] = self.new(self.heads, sizes.layout.tiles, given["slices"])
+        state = {"dlevels": dlevels, "STATE": dlevels is not None, "ROOTS": given["roots"] is not None}
+        self.run(read.reads_back, self.tiles * sizes.value_blocks, warps=plan.state_warps, stages=1)
+        for step in reversed(sizes.steps):
+            self._chain(chain.ebb, *step, **state)
+        self.run(read.rows, self.chunks, row_gates=gates[3], warps=plan.state_warps, stages=3)
+        self.run(write.changes_back, self.tiles * sizes.key_blocks, warps=plan.state_warps, stages=3)
+        self.run(write.columns_back, self.chunks, column_gates=gates[4], stages=3)
