@@ -308,8 +308,8 @@ def test_replayed_by_a_cuda_graph(family: str, dtype: torch.dtype, seed: int) ->
     starts = [0, 60, 500, 1023]
     sizes = {"H": 8, "G": 2, "K": 128, "V": 64, "L": 12}
     _, start = prefilled(family, starts, **sizes)
-    for name in ("k", "v"):
-        if family in LOGLINEAR:
+    for name in ("k", "v", "beta"):  # as what follows them: the PyTorch form takes both in one dtype
+        if getattr(start, name, None) is not None:
             setattr(start, name, getattr(start, name).to(dtype))
     more = inputs(family, 70, B=len(starts), **sizes)
     given = {
