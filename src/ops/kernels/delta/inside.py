@@ -21,7 +21,7 @@ as an operand has come back wrong from a compiler (``docs/kernels.md``).
 import triton
 import triton.language as tl
 
-from src.ops.kernels.delta.solve import tile_at, token_rows
+from src.ops.kernels.delta.solve import exact_product, tile_at, token_rows
 from src.ops.kernels.states import VARYING
 from src.ops.kernels.tiles import decay, level_weights, levels_of_blocks, levels_of_places, product
 from src.ops.kernels.within import by_level
@@ -33,6 +33,16 @@ def token_columns(x, row, valid, stride, column, WIDTH: tl.constexpr):
     return tl.load(
         x + row[None, :] * stride + column[:, None], mask=valid[None, :] & (column[:, None] < WIDTH), other=0.0
     )
+
+
+@triton.jit
+def exact_square(a, b, PRECISION: tl.constexpr):
+    """As ``exact_product``, with ``a`` in fp32: sums over equal keys cancel, and what is left must not be rounding."""
+    high = a.to(b.dtype)
+    made = product(high, b, PRECISION)
+    if b.dtype == tl.bfloat16:
+        made += product((a - high.to(tl.float32)).to(b.dtype), b, PRECISION)
+    return made
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -280,16 +290,14 @@ def solve_back(
             dT += product(key, tl.trans(token_rows(dks + at * K, row, valid, K, column, K)), PRECISION)
     strength = tl.load(beta + base * H + head + row * H, mask=valid, other=0.0).to(tl.float32)
     dT = tl.where(lower, dT, 0.0)
-    U = tl.load(inverse + at * C + square, mask=valid[:, None], other=0.0).to(tl.float32)
+    U = tl.load(inverse + at * C + square, mask=valid[:, None], other=0.0)
     by_writes = tl.sum(dT * U, 0)
     UT = tl.load(inverse + at * C + squareT, mask=valid[None, :], other=0.0)
-    dU = (dT * strength[None, :]).to(dtype)
-    dN = product(product(UT, dU, PRECISION).to(dtype), UT, PRECISION)
+    dN = product(product(UT, dT * strength[None, :], PRECISION), UT, PRECISION)
     dN = tl.where(row[:, None] > row[None, :], -dN, 0.0)
     W = (dN * strength[:, None]).to(dtype)
-    dN = dN.to(dtype)
-    TT = (UT.to(tl.float32) * strength[:, None]).to(dtype)
-    dZ = tl.where(lower, product(dP, TT, PRECISION) * scale, 0.0).to(dtype)
+    TT = UT * strength[:, None]
+    dZ = tl.where(lower, exact_product(dP, TT, PRECISION) * scale, 0.0)
     P_ts = tl.load(attention + at * C + square, mask=valid[:, None], other=0.0)
 
     by_keys = tl.zeros([C], tl.float32)
@@ -298,16 +306,16 @@ def solve_back(
         inner = valid[:, None] & (column < K)[None, :]
         to = (base * H + head) * K + row[:, None] * (H * K) + column[None, :]
         key = token_rows(k + here, row, valid, stride, column, K)
-        dquery = product(dZ, key, PRECISION)
+        dquery = exact_square(dZ, key, PRECISION)
         if MORE:
             dquery += token_rows(dqs + at * K, row, valid, K, column, K).to(tl.float32) * scale
         tl.store(dq + to, dquery.to(dq.dtype.element_ty), mask=inner)
-        dkeyT = product(token_columns(q + here, row, valid, stride, column, K), dZ, PRECISION)
+        dkeyT = product(token_columns(q + here, row, valid, stride, column, K), dZ.to(dtype), PRECISION)
         dkeyT += product(token_columns(k + here, row, valid, stride, column, K), W, PRECISION)
         if MORE:
             dkeyT -= product(token_columns(dqs + at * K, row, valid, K, column, K), P_ts, PRECISION)
-            dkeyT += product(token_columns(dks + at * K, row, valid, K, column, K), TT, PRECISION)
-        passed = product(dN, key, PRECISION)
+            dkeyT += product(token_columns(dks + at * K, row, valid, K, column, K), TT.to(dtype), PRECISION)
+        passed = exact_square(dN, key, PRECISION)
         by_keys += tl.sum(key * passed, 1)
         dkey = strength[:, None] * passed + tl.trans(dkeyT)
         if MORE:

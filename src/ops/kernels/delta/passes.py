@@ -33,7 +33,7 @@ class Pass:
             "qs": self.new(heads, at.tokens, K, dtype=dtype),
             "ks": self.new(heads, at.tokens, K, dtype=dtype),
             "attention": self.new(heads, at.tokens, C, dtype=dtype),
-            "inverse": self.new(heads, at.tokens, C, dtype=dtype) if backward else None,
+            "inverse": self.new(heads, at.tokens, C) if backward else None,
             "BACKWARD": backward,
         }  # fmt: skip
         pair = plan.pair and more

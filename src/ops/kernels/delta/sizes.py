@@ -90,9 +90,10 @@ class Sizes:
         """Scratch of one head."""
         K, V, tile = self.K, self.V, self.plan.tile
         vectors = K * ((4 if self.plan.pair else 2) + (3 if backward else 0)) + CHUNK_SIZE * (2 if backward else 1)
+        inverse = 4 * CHUNK_SIZE if backward else 0
         states = (K * V * (2 if backward else 1) + K * K) / tile
         seen = K * V * self.slots / self.layout.tokens * (2 if backward else 1)
-        return self.dtype.itemsize * (vectors + states + seen) + 4 * (2 * self.L + 10)
+        return self.dtype.itemsize * (vectors + states + seen) + inverse + 4 * (2 * self.L + 10)
 
 
 def bits_below(x: int) -> int:

@@ -44,6 +44,16 @@ def token_rows(x, row, valid, stride, column, WIDTH: tl.constexpr):
     )
 
 
+@triton.jit
+def exact_product(a, b, PRECISION: tl.constexpr):
+    """``a b`` with ``b`` in fp32, also where ``a`` is bf16: what is rounded off goes through a second product."""
+    high = b.to(a.dtype)
+    made = product(a, high, PRECISION)
+    if a.dtype == tl.bfloat16:
+        made += product(a, (b - high.to(tl.float32)).to(a.dtype), PRECISION)
+    return made
+
+
 @triton.jit(do_not_specialize=[*VARYING, "scale"])
 def solve(
     q, k, beta, qs, ks, attention, inverse,
@@ -79,7 +89,8 @@ def solve(
     square = row[:, None] * C + row[None, :]
     if BACKWARD:
         tl.store(inverse + to * C + square, solved.to(inverse.dtype.element_ty), mask=valid[:, None])
-    writes = (solved * strength[None, :]).to(qs.dtype.element_ty)
+    # Not rounded: with equal keys what T writes is taken back at the next token, up to the rounding of the keys' norm.
+    writes = solved * strength[None, :]
     scores = tl.zeros([C, C], tl.float32)
     for first_k in range(0, K, KB):
         column = first_k + tl.arange(0, KB)
@@ -87,14 +98,14 @@ def solve(
         query = token_rows(q + here, row, valid, groups * K, column, K)
         scores += product(query, tl.trans(key), PRECISION)
     scores = tl.where(row[:, None] >= row[None, :], scores * scale, 0.0).to(qs.dtype.element_ty)
-    inside = product(scores, writes, PRECISION).to(qs.dtype.element_ty)
+    inside = exact_product(scores, writes, PRECISION).to(qs.dtype.element_ty)
     tl.store(attention + to * C + square, inside, mask=valid[:, None])
     for first_k in range(0, K, KB):
         column = first_k + tl.arange(0, KB)
         key = token_rows(k + here, row, valid, groups * K, column, K)
         query = token_rows(q + here, row, valid, groups * K, column, K)
         reader = query.to(tl.float32) * scale - product(inside, key, PRECISION)
-        writerT = product(tl.trans(key), writes, PRECISION)
+        writerT = exact_product(tl.trans(key), writes, PRECISION)
         there = row[:, None] * K + column[None, :]
         inner = valid[:, None] & (column < K)[None, :]
         tl.store(qs + to * K + there, reader.to(qs.dtype.element_ty), mask=inner)
