@@ -70,6 +70,29 @@ def by_level(parts, level, wanted):
     return tl.sum(tl.where(level[:, :, None] == wanted[None, None, :], parts[:, :, None], 0.0), 1)
 
 
+@triton.jit
+def level_gradients(both, dlams, tokens, row, valid, L, BITS: tl.constexpr):
+    """The level scales' gradient inside a chunk, from ``P dP exp(G_t - G_s)``: each level's part of a row, by the two
+    tables of ``level_weights``, sums over blocks of 8 keys and the own block's keys. ``dlams``: the first token's level
+    0; levels that share the last scale go to that line."""
+    C: tl.constexpr = 1 << BITS
+    by_block = tl.reshape(both, [C, C // 8, 8])
+    own = (row >> 3)[:, None] == tl.arange(0, C // 8)[None, :]
+    far = tl.sum(by_block, 2)
+    near = tl.sum(tl.where(own[:, :, None], by_block, 0.0), 1)
+    low, high, last = tl.arange(0, 4), tl.arange(0, 4) + 4, L - 1
+    low_parts = by_level(near, levels_of_places(row), low)
+    high_parts = by_level(tl.where(own, 0.0, far), levels_of_blocks(row, BITS), high)
+    at_low = dlams + low[None, :].to(tl.int64) * tokens + row[:, None]
+    at_high = dlams + high[None, :].to(tl.int64) * tokens + row[:, None]
+    tl.store(at_low, low_parts, mask=valid[:, None] & (low < last)[None, :])
+    tl.store(at_high, high_parts, mask=valid[:, None] & ((high < last) & (high <= BITS))[None, :])
+    if last <= BITS:
+        shared = tl.sum(tl.where((low >= last)[None, :], low_parts, 0.0), 1)
+        shared += tl.sum(tl.where((high >= last)[None, :], high_parts, 0.0), 1)
+        tl.store(dlams + last.to(tl.int64) * tokens + row, shared, mask=valid)
+
+
 @triton.jit(do_not_specialize=[*VARYING, *BLOCKS])
 def inside(
     q, k, v, do, cums, columns, dq, dk, dv, dcolumns, gates,
@@ -131,22 +154,7 @@ def inside(
             dP *= mask
             both = scores * dP
             dP *= levels
-            # Each level's part of a row, by the same two tables: sums over blocks of 8 keys, and the own block's keys.
-            by_block = tl.reshape(both, [C, C // 8, 8])
-            own = (row >> 3)[:, None] == tl.arange(0, C // 8)[None, :]
-            far = tl.sum(by_block, 2)
-            near = tl.sum(tl.where(own[:, :, None], by_block, 0.0), 1)
-            low, high, last = tl.arange(0, 4), tl.arange(0, 4) + 4, L - 1
-            low_parts = by_level(near, levels_of_places(row), low)
-            high_parts = by_level(tl.where(own, 0.0, far), levels_of_blocks(row, BITS), high)
-            at_low = dlams + low[None, :].to(tl.int64) * tokens + row[:, None]
-            at_high = dlams + high[None, :].to(tl.int64) * tokens + row[:, None]
-            tl.store(at_low, low_parts, mask=valid[:, None] & (low < last)[None, :])
-            tl.store(at_high, high_parts, mask=valid[:, None] & ((high < last) & (high <= BITS))[None, :])
-            if last <= BITS:
-                shared = tl.sum(tl.where((low >= last)[None, :], low_parts, 0.0), 1)
-                shared += tl.sum(tl.where((high >= last)[None, :], high_parts, 0.0), 1)
-                tl.store(dlams + last.to(tl.int64) * tokens + row, shared, mask=valid)
+            level_gradients(both, dlams, tokens, row, valid, L, BITS)
             both = tl.where(differ == 0, 0.0, both * levels)
             row_gates = tl.sum(both, 1)
         else:

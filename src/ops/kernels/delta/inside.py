@@ -21,10 +21,10 @@ as an operand has come back wrong from a compiler (``docs/kernels.md``).
 import triton
 import triton.language as tl
 
-from src.ops.kernels.delta.solve import exact_product, tile_at, token_rows
+from src.ops.kernels.delta.solve import chunk_at, exact_product, tile_at, token_rows
 from src.ops.kernels.states import VARYING
-from src.ops.kernels.tiles import decay, level_weights, levels_of_blocks, levels_of_places, product
-from src.ops.kernels.within import by_level
+from src.ops.kernels.tiles import decay, level_weights, product
+from src.ops.kernels.within import level_gradients
 
 
 @triton.jit
@@ -179,11 +179,9 @@ def attention_back(
     """One program a chunk and head: what attends inside the chunk. ``dattention [heads, tokens, C]``: ``(do v^T) * m``;
     ``dv`` is added to (with MORE); ``dcolumns`` and ``gates`` as in ``within.inside``."""
     C: tl.constexpr = 1 << BITS
-    pid = tl.program_id(0)
-    local_head = pid % heads
-    chunk = pid // heads
-    n, start, length, before, A, tile0, begin = tile_at(chunk >> P, documents, first, N, T, tiles_a_row, P, PACKED)
-    begin += (chunk & ((1 << P) - 1)) * C
+    local_head, chunk, n, start, length, before, A, tile0, begin = chunk_at(
+        tl.program_id(0), heads, documents, first, N, T, tiles_a_row, P, BITS, PACKED
+    )
     if begin >= length:
         return
     head = head0 + local_head
@@ -208,21 +206,7 @@ def attention_back(
     if LOGLINEAR:
         lams = columns + line * L * tokens + base
         dlams = dcolumns + line * (L + 2) * tokens + base
-        by_block = tl.reshape(both, [C, C // 8, 8])
-        own = (row >> 3)[:, None] == tl.arange(0, C // 8)[None, :]
-        far = tl.sum(by_block, 2)
-        near = tl.sum(tl.where(own[:, :, None], by_block, 0.0), 1)
-        low, high, last = tl.arange(0, 4), tl.arange(0, 4) + 4, L - 1
-        low_parts = by_level(near, levels_of_places(row), low)
-        high_parts = by_level(tl.where(own, 0.0, far), levels_of_blocks(row, BITS), high)
-        at_low = dlams + low[None, :].to(tl.int64) * tokens + row[:, None]
-        at_high = dlams + high[None, :].to(tl.int64) * tokens + row[:, None]
-        tl.store(at_low, low_parts, mask=valid[:, None] & (low < last)[None, :])
-        tl.store(at_high, high_parts, mask=valid[:, None] & ((high < last) & (high <= BITS))[None, :])
-        if last <= BITS:
-            shared = tl.sum(tl.where((low >= last)[None, :], low_parts, 0.0), 1)
-            shared += tl.sum(tl.where((high >= last)[None, :], high_parts, 0.0), 1)
-            tl.store(dlams + last.to(tl.int64) * tokens + row, shared, mask=valid)
+        level_gradients(both, dlams, tokens, row, valid, L, BITS)
         levels = level_weights(lams, tokens, row, valid, L, BITS)
         P_ts *= levels
         dP *= levels
@@ -252,11 +236,9 @@ def solve_back(
     """One program a chunk and head. From ``dattention`` and ``dqs, dks, dk_part`` (with MORE; else there are none) to
     ``dq, dk [tokens, H, K]`` and ``dbeta [tokens, H]``."""
     C: tl.constexpr = 1 << BITS
-    pid = tl.program_id(0)
-    local_head = pid % heads
-    chunk = pid // heads
-    n, start, length, before, A, tile0, begin = tile_at(chunk >> P, documents, first, N, T, tiles_a_row, P, PACKED)
-    begin += (chunk & ((1 << P) - 1)) * C
+    local_head, chunk, n, start, length, before, A, tile0, begin = chunk_at(
+        tl.program_id(0), heads, documents, first, N, T, tiles_a_row, P, BITS, PACKED
+    )
     if begin >= length:
         return
     head = head0 + local_head

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from src.ops.kernels.between import through
 from src.ops.kernels.delta.chain import first_slot, popcount
-from src.ops.kernels.delta.solve import tile_at, token_rows
+from src.ops.kernels.delta.solve import chunk_at, tile_at, token_rows
 from src.ops.kernels.states import VARYING
 from src.ops.kernels.tiles import bit_of, decay, level_weights, product
 
@@ -29,11 +29,9 @@ def output(
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     part = pid % NV
-    local_head = (pid // NV) % heads
-    chunk = pid // (NV * heads)
-    sub = chunk & ((1 << P) - 1)
-    n, start, length, before, A, tile0, begin = tile_at(chunk >> P, documents, first, N, T, tiles_a_row, P, PACKED)
-    begin += sub * C
+    local_head, chunk, n, start, length, before, A, tile0, begin = chunk_at(
+        pid // NV, heads, documents, first, N, T, tiles_a_row, P, BITS, PACKED
+    )
     if begin >= length:
         return
     head = head0 + local_head
@@ -52,7 +50,7 @@ def output(
         weight *= level_weights(lams, tokens, row, valid, L, BITS)
     acc = product((P_ts * weight).to(value.dtype), value, PRECISION)
     if P == 1:
-        if sub == 1:
+        if chunk & 1 == 1:
             whole_row = row < C
             across = tl.zeros([C, C], tl.float32)
             for first_k in range(0, K, KB):
@@ -107,11 +105,9 @@ def rows(
     ``row_gates [heads, tokens]``: ``sum_j lambda_j dlambda_j``.
     """
     C: tl.constexpr = 1 << BITS
-    pid = tl.program_id(0)
-    local_head = pid % heads
-    chunk = pid // heads
-    n, start, length, before, A, tile0, begin = tile_at(chunk >> P, documents, first, N, T, tiles_a_row, P, PACKED)
-    begin += (chunk & ((1 << P) - 1)) * C
+    local_head, chunk, n, start, length, before, A, tile0, begin = chunk_at(
+        tl.program_id(0), heads, documents, first, N, T, tiles_a_row, P, BITS, PACKED
+    )
     if begin >= length:
         return
     line = local_head.to(tl.int64)

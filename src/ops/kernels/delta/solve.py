@@ -37,6 +37,19 @@ def tile_at(tile, documents, first, N, T, tiles_a_row, P: tl.constexpr, PACKED: 
 
 
 @triton.jit
+def chunk_at(
+    pid, heads, documents, first, N, T, tiles_a_row,
+    P: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Of the chunk and head of program ``pid``: the head, counted in the pass, the chunk, then as ``tile_at``, with the
+    chunk's first token in place of the tile's."""
+    chunk = pid // heads
+    n, start, length, before, A, tile0, begin = tile_at(chunk >> P, documents, first, N, T, tiles_a_row, P, PACKED)
+    begin += (chunk & ((1 << P) - 1)) << BITS
+    return pid % heads, chunk, n, start, length, before, A, tile0, begin
+
+
+@triton.jit
 def token_rows(x, row, valid, stride, column, WIDTH: tl.constexpr):
     """``[rows, columns]`` of a matrix with a row a token; ``x`` points to the first."""
     return tl.load(
@@ -64,11 +77,9 @@ def solve(
     """One program a chunk and head. ``qs, ks [heads, tokens, K]``: q~ and k~; ``attention, inverse [heads, tokens,
     C]``: P and, with BACKWARD, ``(I + N)^-1``."""
     C: tl.constexpr = 1 << BITS
-    pid = tl.program_id(0)
-    local_head = pid % heads
-    chunk = pid // heads
-    n, start, length, before, A, tile0, begin = tile_at(chunk >> P, documents, first, N, T, tiles_a_row, P, PACKED)
-    begin += (chunk & ((1 << P) - 1)) * C
+    local_head, chunk, n, start, length, before, A, tile0, begin = chunk_at(
+        tl.program_id(0), heads, documents, first, N, T, tiles_a_row, P, BITS, PACKED
+    )
     if begin >= length:
         return
     head = head0 + local_head
