@@ -105,6 +105,8 @@ def check_recurrent(
     check_shape("v", v, "B T H V")
     check_float("v", v)
     B, T, H, V = v.shape
+    if B < 1:
+        raise ValueError("v must have at least one row, got B=0")
     check_shape("q", q, "B T G K", B=B, T=T)
     G, K = q.shape[2:]
     check_shape("k", k, "B T G K", B=B, T=T, G=G, K=K)

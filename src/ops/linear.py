@@ -51,8 +51,12 @@ def gated_delta_rule(
 ) -> tuple[Tensor, LinearState | None]:
     """``S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T``, ``o_t = q_t^T S_t``.
 
-    Each write first takes away what the memory holds at that key. Contract: ``src/ops/__init__.py``.
+    Each write first takes away what the memory holds at that key: all of it where ``beta |k|^2`` is 1, and more than
+    there is where it is above. From 2 on a memory may grow without bound; past what fp32 holds it is inf or NaN, with
+    either backend and without an error, since to look would be to wait for the device. Contract:
+    ``src/ops/__init__.py``.
     """
+    _given(beta=beta)
     return _run(q, k, v, g, beta, None, scale, initial_state, return_state, cu_seqlens, backend)
 
 
@@ -73,6 +77,7 @@ def loglinear_ssd(
 
     Contract: ``src/ops/__init__.py``. O(T log T) time; the state of a sequence is O(log T) matrices.
     """
+    _given(level_scales=level_scales)
     return _run(q, k, v, g, None, level_scales, scale, initial_state, return_state, cu_seqlens, backend)
 
 
@@ -94,7 +99,15 @@ def loglinear_gated_delta_rule(
 
     Contract: ``src/ops/__init__.py``. O(T log T) time; the state of a sequence is O(log T) matrices.
     """
+    _given(beta=beta, level_scales=level_scales)
     return _run(q, k, v, g, beta, level_scales, scale, initial_state, return_state, cu_seqlens, backend)
+
+
+def _given(**tensors: Tensor | None) -> None:
+    """Without them it would be another operator."""
+    for name, x in tensors.items():
+        if x is None:
+            raise ValueError(f"{name} must be a tensor, got None")
 
 
 def _run(q, k, v, g, beta, level_scales, scale, initial_state, return_state, cu_seqlens, backend):

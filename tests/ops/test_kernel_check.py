@@ -108,10 +108,10 @@ def asked_checks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, Callable]:
 
 @pytest.mark.parametrize("cuts", [None, [0, 30, 30, 100]])
 @pytest.mark.parametrize("L", [None, 3, 9])
-@pytest.mark.parametrize("delta", [False, True])
-def test_the_standard_is_exact(delta: bool, L: int | None, cuts: list[int] | None) -> None:
+@pytest.mark.parametrize(("delta", "groups"), [(False, 1), (True, 1), (True, 2)])
+def test_the_standard_is_exact(delta: bool, groups: int, L: int | None, cuts: list[int] | None) -> None:
     """Its gradients are written by hand; here autograd makes them."""
-    problem = check.problem(100, 16, 32, L, torch.float32, torch.device(DEVICE), delta=delta)
+    problem = check.problem(100, 16, 32, L, torch.float32, torch.device(DEVICE), delta=delta, groups=groups)
     given = {name: x.double() for name, x in problem.items()}
     assert set(given) == {"q", "k", "v", "g"} | ({"beta"} if delta else set()) | ({"scales"} if L else set())
     tensors = {name: x.requires_grad_() for name, x in given.items()}

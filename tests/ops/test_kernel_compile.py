@@ -13,12 +13,14 @@ pytestmark = pytest.mark.usefixtures("pair", "poisoned")
 
 
 def registered(family: str, packed: bool, gradients: bool) -> tuple:
-    """Arguments of the registered operators up to ``max_chunk``; with documents, states from before too."""
+    """Arguments of the registered operators up to ``max_chunk``; with documents, states from before too, and then
+    neither they nor the level scales are dense."""
     given, _ = both(inputs(family, 8, H=1, L=8))
     names = ("q", "k", "v", "g", "beta") if family in DELTA else ("q", "k", "v", "g")
     tensors = [given[name].requires_grad_(gradients) for name in names]
     scales = given["level_scales"]
-    scales = None if scales is None else scales.requires_grad_(gradients)
+    if scales is not None:
+        scales = (apart(scales) if packed else scales).requires_grad_(gradients)
     documents = roots = None
     if packed:
         documents = documents_of(torch.tensor([0, 3, 3, 8], device=DEVICE))
@@ -26,8 +28,13 @@ def registered(family: str, packed: bool, gradients: bool) -> tuple:
         if family in LOGLINEAR:
             documents[2] = torch.tensor([1, 0, 2], device=DEVICE)
             roots = roots * torch.tensor([[1.0, 0, 0], [0, 0, 1]], device=DEVICE)[..., None, None, None]
-        roots.requires_grad_(gradients)
+        roots = apart(roots).requires_grad_(gradients)
     return *tensors, scales, documents, roots, SCALE, 2 if packed else 0
+
+
+def apart(x: Tensor) -> Tensor:
+    """The same values in other strides."""
+    return x.mT.contiguous().mT
 
 
 @pytest.mark.parametrize("pair", [0], indirect=True)

@@ -230,3 +230,15 @@ def test_nothing_written(family: str, seed: int) -> None:
     arguments["beta"] = torch.zeros_like(arguments["beta"])
     assert not run(family, both(arguments)[0]).any()
     assert_exact(family, arguments)
+
+
+@pytest.mark.parametrize("decay", [10.0, 50.0, 1000.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_follows_strong_decay_is_exact(family: str, decay: float, pair: int, seed: int) -> None:
+    """States carry no more error than their last tokens have: sums that forget all before end in the same bits."""
+    T = (64 << pair) + 5
+    arguments = inputs(family, T, H=1, L=9)
+    arguments["g"] = -decay * (0.5 + 0.5 * torch.rand_like(arguments["g"]))
+    arguments["g"][:, -5:] = 0
+    given, exact = both(arguments)
+    assert_close(run(family, given)[:, -5:], parallel(**exact, scale=SCALE)[:, -5:], 1e-6, "output")

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from src import ops
 from src.ops.reference import parallel, recurrent
 from tests.ops.helpers import (
     FAMILIES,
@@ -225,6 +226,7 @@ def test_compiles_whole(family: str, packed: bool, seed: int) -> None:
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "int32 or int64"),
         ({"backend": "cuda"}, "backend must be one of auto, torch, triton"),
         ({"initial_state": 3}, "initial_state must be a LogLinearState, got int"),
+        ({"v": torch.zeros(0, 5, 2, 16)}, "v must have at least one row, got B=0"),
     ],
 )
 def test_errors_name_the_argument(change: dict, message: str) -> None:
@@ -266,6 +268,21 @@ def test_triton_says_what_it_cannot_take(
 def test_head_dims_outside_the_contract(K: int, V: int, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         operator("ssd")(**inputs("ssd", 5, K=K, V=V))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("gated_delta_rule", "beta"),
+        ("loglinear_ssd", "level_scales"),
+        ("loglinear_gated_delta_rule", "beta"),
+        ("loglinear_gated_delta_rule", "level_scales"),
+    ],
+)
+def test_no_operator_turns_into_another(name: str, missing: str) -> None:
+    arguments = {n: x for n, x in inputs(name, 5).items() if x is not None}
+    with pytest.raises(ValueError, match=f"^{missing} must be a tensor, got None$"):
+        getattr(ops, name)(**{**arguments, missing: None})
 
 
 def test_empty_sequence_is_refused() -> None:

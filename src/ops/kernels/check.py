@@ -69,14 +69,16 @@ def _assembler() -> tuple[str, str]:
 
 
 def problem(
-    T: int, K: int, V: int, L: int | None, dtype: torch.dtype, device: torch.device, *, delta: bool = False
-) -> dict[str, Tensor]:
-    """Arguments ``q, k, v, g`` (``beta``, with delta, and ``scales``) of two heads, the same in every process.
+    T: int, K: int, V: int, L: int | None, dtype: torch.dtype, device: torch.device,
+    *, delta: bool = False, groups: int = 1, **dtypes: torch.dtype,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Arguments ``q, k, v, g`` (``beta``, with delta, and ``scales``) of two heads in one q/k group or two, the same in
+    every process; ``dtypes`` by name, where they are not fp32.
 
     One forgets within tens of tokens; in the other the first token reaches the last, so that a wrong tree shows.
     """
     draw = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, T, 1, K, generator=draw) for _ in range(2))
+    q, k = (torch.randn(1, T, groups, K, generator=draw) for _ in range(2))
     v = torch.randn(1, T, 2, V, generator=draw)
     g = -torch.tensor([0.1, 0.003]) * torch.rand(1, T, 2, generator=draw)
     made = {"q": q.to(dtype), "k": (k / K**0.5).to(dtype), "v": v.to(dtype), "g": g}
@@ -85,7 +87,7 @@ def problem(
         made["beta"] = torch.rand(1, T, 2, generator=draw)
     if L is not None:
         made["scales"] = torch.rand(1, T, 2, L, generator=draw)
-    return {name: x.to(device) for name, x in made.items()}
+    return {name: x.to(device, dtypes.get(name)) for name, x in made.items()}
 
 
 def exact(given: dict[str, Tensor], do: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
@@ -129,9 +131,10 @@ def exact(given: dict[str, Tensor], do: Tensor, cu_seqlens: Tensor | None) -> di
         dT = Z.mT @ dP
         dN = -torch.where(lower, U.mT @ (dT * beta[:, None]) @ U.mT, 0).tril(-1)
         made["beta"] = (dT * U).sum(-2) + (dN * gram).sum(-1)
-        dk = ((beta[..., None] * dN) @ k + (beta[..., None] * dN).mT @ k).sum(0, keepdim=True)
-    dZ = dZ.sum(0, keepdim=True)
+        dk = (beta[..., None] * dN) @ k + (beta[..., None] * dN).mT @ k
     made |= {"q": dZ @ k, "k": dZ.mT @ q + dk}
+    for name in ("q", "k"):  # of heads that share one
+        made[name] = made[name].unflatten(0, (len(q), -1)).sum(1)
     made["g"] = (W.sum(-1) - W.sum(-2)).flip(-1).cumsum(-1).flip(-1)
     if "scales" in given:
         made["scales"] = torch.zeros_like(scales).scatter_add_(-1, level, dA * P * D)

@@ -16,18 +16,21 @@ from src.ops.kernels.plan import first_tiles, plan_for
 from src.ops.kernels.sizes import sizes_of
 
 
-def _trust(v: Tensor, k: Tensor, scales: Tensor | None, documents: Tensor | None, *, gradients: bool) -> None:
+def _trust(
+    v: Tensor, k: Tensor, g: Tensor, scales: Tensor | None, documents: Tensor | None, *, gradients: bool
+) -> None:
     """Check the kernels that this kind of call takes, the first time."""
     K, V, L = k.shape[3], v.shape[3], None if scales is None else scales.shape[-1]
+    dtypes = dtypes_of(g=g, scales=scales)
     tile = plan_for(v.dtype, K, V).tile
     short = v.shape[1] <= tile
     size_class = None if L is None else triton.next_power_of_2(L)
-    kind = (v.device, v.dtype, K, V, size_class, documents is not None, short, gradients)
+    kind = (v.device, v.dtype, K, V, size_class, documents is not None, short, gradients, *dtypes.values())
 
     def run() -> dict[str, float]:
         # Long enough for a tree of four levels, and for two groups of the four tiles that its passes take at a time.
         T = tile - 5 if short else 9 * tile + 77
-        given = check.problem(T, K, V, L, v.dtype, v.device)
+        given = check.problem(T, K, V, L, v.dtype, v.device, **dtypes)
         cu_seqlens = None if documents is None else torch.tensor([0, T // 3, T], device=v.device)
         packing = None if documents is None else documents_of(cu_seqlens)
 
@@ -43,11 +46,19 @@ def _trust(v: Tensor, k: Tensor, scales: Tensor | None, documents: Tensor | None
     check.ensure(kind, run, v.dtype)
 
 
+def dtypes_of(**tensors: Tensor | None) -> dict[str, torch.dtype]:
+    return {name: x.dtype for name, x in tensors.items() if x is not None}
+
+
 def documents_of(cu_seqlens: Tensor) -> Tensor:
     """``[3, N]`` int64: where documents start, their tokens, their first chunk."""
     cu = cu_seqlens.long()
     lengths = cu.diff()
     return torch.stack([cu[:-1], lengths, torch.zeros_like(lengths)])
+
+
+def dense_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def dense(**tensors: Tensor | None) -> dict[str, Tensor | None]:
@@ -83,7 +94,7 @@ def ssd_forward(
     ``documents [3, N]`` (None: rows): where each starts in the list of tokens, its tokens, its first chunk.
     ``roots``: the states before, in the same layout as the new ones.
     """
-    _trust(v, k, scales, documents, gradients=False)
+    _trust(v, k, g, scales, documents, gradients=False)
     (roots,) = dense(roots=roots).values()
     state = state_levels >= 0
     sizes = sizes_of(k, v, scales, documents, max_chunk, more=state or roots is not None, backward=False)
@@ -127,7 +138,7 @@ def ssd_backward(
     max_chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, scales and roots (empty where there are none)."""
-    _trust(v, k, scales, documents, gradients=True)
+    _trust(v, k, g, scales, documents, gradients=True)
     do, dlevels, roots = dense(do=do, dlevels=dlevels, roots=roots).values()
     outside = dlevels is not None or roots is not None
     sizes = sizes_of(k, v, scales, documents, max_chunk, more=outside, backward=True)
@@ -154,8 +165,8 @@ def ssd_backward(
 
 @ssd_backward.register_fake
 def _(do, dlevels, q, k, v, g, scales, documents, roots, scale, max_chunk):
-    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g)]
-    rest = [v.new_empty(0, dtype=torch.float32) if x is None else torch.empty_like(x) for x in (scales, roots)]
+    like = [dense_like(x) for x in (q, k, v, g)]
+    rest = [v.new_empty(0, dtype=torch.float32) if x is None else dense_like(x) for x in (scales, roots)]
     return (*like, *rest)
 
 

@@ -296,7 +296,7 @@ def ebb_child(
         passes = A < whole
         slot = slot_at(A, level, tile0, n, before, seen_first, tiles_a_row, PACKED, LOGLINEAR)
         place = after + (line * slots + slot) * (K * V)
-        E = load_state(place, True, rv, K, V, CB)
+        E = load_state(place, True, rv, K, V, CB)  # by the threads that store D there: one layout for both
         total = tl.load(totals + tile_line + A, mask=passes, other=0.0)
         M = load_change(changes + (tile_line + A) * (K * K), passes, K, CB, True)
         new = passed(D, M, total, K, CB, PRECISION)

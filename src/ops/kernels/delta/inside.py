@@ -21,7 +21,7 @@ as an operand has come back wrong from a compiler (``docs/kernels.md``).
 import triton
 import triton.language as tl
 
-from src.ops.kernels.delta.solve import chunk_at, exact_product, tile_at, token_rows
+from src.ops.kernels.delta.solve import chunk_at, exact_left, exact_right, tile_at, token_rows
 from src.ops.kernels.states import VARYING
 from src.ops.kernels.tiles import decay, level_weights, product
 from src.ops.kernels.within import level_gradients
@@ -33,16 +33,6 @@ def token_columns(x, row, valid, stride, column, WIDTH: tl.constexpr):
     return tl.load(
         x + row[None, :] * stride + column[:, None], mask=valid[None, :] & (column[:, None] < WIDTH), other=0.0
     )
-
-
-@triton.jit
-def exact_square(a, b, PRECISION: tl.constexpr):
-    """As ``exact_product``, with ``a`` in fp32: sums over equal keys cancel, and what is left must not be rounding."""
-    high = a.to(b.dtype)
-    made = product(high, b, PRECISION)
-    if b.dtype == tl.bfloat16:
-        made += product((a - high.to(tl.float32)).to(b.dtype), b, PRECISION)
-    return made
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -279,7 +269,7 @@ def solve_back(
     dN = tl.where(row[:, None] > row[None, :], -dN, 0.0)
     W = (dN * strength[:, None]).to(dtype)
     TT = UT * strength[:, None]
-    dZ = tl.where(lower, exact_product(dP, TT, PRECISION) * scale, 0.0)
+    dZ = tl.where(lower, exact_right(dP, TT, PRECISION) * scale, 0.0)
     P_ts = tl.load(attention + at * C + square, mask=valid[:, None], other=0.0)
 
     by_keys = tl.zeros([C], tl.float32)
@@ -288,7 +278,7 @@ def solve_back(
         inner = valid[:, None] & (column < K)[None, :]
         to = (base * H + head) * K + row[:, None] * (H * K) + column[None, :]
         key = token_rows(k + here, row, valid, stride, column, K)
-        dquery = exact_square(dZ, key, PRECISION)
+        dquery = exact_left(dZ, key, PRECISION)
         if MORE:
             dquery += token_rows(dqs + at * K, row, valid, K, column, K).to(tl.float32) * scale
         tl.store(dq + to, dquery.to(dq.dtype.element_ty), mask=inner)
@@ -297,7 +287,7 @@ def solve_back(
         if MORE:
             dkeyT -= product(token_columns(dqs + at * K, row, valid, K, column, K), P_ts, PRECISION)
             dkeyT += product(token_columns(dks + at * K, row, valid, K, column, K), TT.to(dtype), PRECISION)
-        passed = exact_square(dN, key, PRECISION)
+        passed = exact_left(dN, key, PRECISION)
         by_keys += tl.sum(key * passed, 1)
         dkey = strength[:, None] * passed + tl.trans(dkeyT)
         if MORE:

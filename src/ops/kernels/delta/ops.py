@@ -15,20 +15,28 @@ from src.ops.kernels import check
 from src.ops.kernels.delta.passes import Pass
 from src.ops.kernels.delta.sizes import Sizes, plan_for, sizes_of, tree_tables
 from src.ops.kernels.plan import first_tiles
-from src.ops.kernels.ssd import dense, documents_of
+from src.ops.kernels.ssd import dense, dense_like, documents_of, dtypes_of
 
 
-def _trust(v: Tensor, k: Tensor, scales: Tensor | None, documents: Tensor | None, *, stateful: bool, gradients: bool):
+def _trust(
+    v: Tensor, k: Tensor, g: Tensor, beta: Tensor, scales: Tensor | None, documents: Tensor | None,
+    *, stateful: bool, gradients: bool,
+) -> None:  # fmt: skip
     """Check the kernels that this kind of call takes, the first time."""
     K, V, L = k.shape[3], v.shape[3], None if scales is None else scales.shape[-1]
+    dtypes = dtypes_of(g=g, beta=beta, scales=scales)
+    groups = 1 if k.shape[2] < v.shape[2] else 2  # of two heads; with groups, gradients of q and k are in fp32
     tile = plan_for(v.dtype, K, V, stateful).tile
     short = v.shape[1] <= tile and not stateful
     size_class = None if L is None else triton.next_power_of_2(L)
-    kind = ("delta", v.device, v.dtype, K, V, size_class, documents is not None, short, stateful, gradients)
+    kind = (
+        "delta", v.device, v.dtype, K, V, size_class, documents is not None, short, stateful, gradients, groups,
+        *dtypes.values(),
+    )  # fmt: skip
 
     def run() -> dict[str, float]:
         T = tile - 5 if short else 9 * tile + 77
-        given = check.problem(T, K, V, L, v.dtype, v.device, delta=True)
+        given = check.problem(T, K, V, L, v.dtype, v.device, delta=True, groups=groups, **dtypes)
         cu_seqlens = None if documents is None else torch.tensor([0, T // 3, T], device=v.device)
         packing = None if documents is None else documents_of(cu_seqlens)
         # With states: the new ones are asked for, and their gradient is zero.
@@ -82,7 +90,7 @@ def delta_forward(
     """Outputs and states, as ``ssd_forward`` of ``ssd.py``, with write strengths ``beta [B, T, H]``."""
     state = state_levels >= 0
     stateful = state or roots is not None
-    _trust(v, k, scales, documents, stateful=stateful, gradients=False)
+    _trust(v, k, g, beta, scales, documents, stateful=stateful, gradients=False)
     sizes = sizes_of(k, v, scales, documents, max_chunk, stateful=stateful, roots=roots is not None, backward=False)
     shape = (sizes.layout.count, sizes.H, sizes.K, sizes.V) if state else (0,)
     if state and sizes.loglinear:
@@ -128,7 +136,7 @@ def delta_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta, scales and roots (empty where there are none)."""
     stateful = dlevels is not None or roots is not None
-    _trust(v, k, scales, documents, stateful=stateful, gradients=True)
+    _trust(v, k, g, beta, scales, documents, stateful=stateful, gradients=True)
     do, dlevels = dense(do=do, dlevels=dlevels).values()
     sizes = sizes_of(k, v, scales, documents, max_chunk, stateful=stateful, roots=roots is not None, backward=True)
     H, grouped = v.shape[2], v.shape[2] // k.shape[2]
@@ -157,8 +165,8 @@ def delta_backward(
 
 @delta_backward.register_fake
 def _(do, dlevels, q, k, v, g, beta, scales, documents, roots, scale, max_chunk):
-    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
-    rest = [v.new_empty(0, dtype=torch.float32) if x is None else torch.empty_like(x) for x in (scales, roots)]
+    like = [dense_like(x) for x in (q, k, v, g, beta)]
+    rest = [v.new_empty(0, dtype=torch.float32) if x is None else dense_like(x) for x in (scales, roots)]
     return (*like, *rest)
 
 

@@ -58,12 +58,22 @@ def token_rows(x, row, valid, stride, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def exact_product(a, b, PRECISION: tl.constexpr):
-    """``a b`` with ``b`` in fp32, also where ``a`` is bf16: what is rounded off goes through a second product."""
+def exact_right(a, b, PRECISION: tl.constexpr):
+    """``a b`` with ``b`` in fp32, also where ``a`` is bf16: what rounding takes off goes through a second product."""
     high = b.to(a.dtype)
     made = product(a, high, PRECISION)
     if a.dtype == tl.bfloat16:
         made += product(a, (b - high.to(tl.float32)).to(a.dtype), PRECISION)
+    return made
+
+
+@triton.jit
+def exact_left(a, b, PRECISION: tl.constexpr):
+    """The same with ``a`` in fp32: sums over equal keys cancel, and what is left must not be rounding."""
+    high = a.to(b.dtype)
+    made = product(high, b, PRECISION)
+    if b.dtype == tl.bfloat16:
+        made += product((a - high.to(tl.float32)).to(b.dtype), b, PRECISION)
     return made
 
 
@@ -109,14 +119,14 @@ def solve(
         query = token_rows(q + here, row, valid, groups * K, column, K)
         scores += product(query, tl.trans(key), PRECISION)
     scores = tl.where(row[:, None] >= row[None, :], scores * scale, 0.0).to(qs.dtype.element_ty)
-    inside = exact_product(scores, writes, PRECISION).to(qs.dtype.element_ty)
+    inside = exact_right(scores, writes, PRECISION).to(qs.dtype.element_ty)
     tl.store(attention + to * C + square, inside, mask=valid[:, None])
     for first_k in range(0, K, KB):
         column = first_k + tl.arange(0, KB)
         key = token_rows(k + here, row, valid, groups * K, column, K)
         query = token_rows(q + here, row, valid, groups * K, column, K)
         reader = query.to(tl.float32) * scale - product(inside, key, PRECISION)
-        writerT = exact_product(tl.trans(key), writes, PRECISION)
+        writerT = exact_right(tl.trans(key), writes, PRECISION)
         there = row[:, None] * K + column[None, :]
         inner = valid[:, None] & (column < K)[None, :]
         tl.store(qs + to * K + there, reader.to(qs.dtype.element_ty), mask=inner)
