@@ -74,7 +74,7 @@ def slot_at(A, level, tile0, n, before, seen_first, tiles_a_row, PACKED: tl.cons
 
 
 @triton.jit
-def family(
+def child_at(
     child, level, children_first, children_a_row, documents, first, N, T, tiles_a_row,
     P: tl.constexpr, PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +241,7 @@ def follow(
     pid = tl.program_id(0)
     rv = pid % NV * BV + tl.arange(0, BV)
     local_head = (pid // NV) % heads
-    there, n, o, before, tile0, limit, whole = family(
+    there, n, o, before, tile0, limit, whole = child_at(
         pid // (NV * heads), level, children_first, children_a_row, documents, first, N, T, tiles_a_row,
         P, PACKED, LOGLINEAR, LOW,
     )  # fmt: skip
@@ -326,7 +326,7 @@ def ebb(
     pid = tl.program_id(0)
     rv = pid % NV * BV + tl.arange(0, BV)
     local_head = (pid // NV) % heads
-    there, n, o, before, tile0, limit, whole = family(
+    there, n, o, before, tile0, limit, whole = child_at(
         pid // (NV * heads), level, children_first, children_a_row, documents, first, N, T, tiles_a_row,
         P, PACKED, LOGLINEAR, LOW,
     )  # fmt: skip

@@ -164,10 +164,11 @@ def attention_back(
     v, do, cums, columns, attention, dattention, dv, dcolumns, gates,
     documents, first, N, T, tiles_a_row, tokens, heads, head0, H, L,
     V: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
-    PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, OUTER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and head: what attends inside the chunk. ``dattention [heads, tokens, C]``: ``(do v^T) * m``;
-    ``dv`` is added to (with MORE); ``dcolumns`` and ``gates`` as in ``within.inside``."""
+    ``dv`` is added to (with OUTER: something reaches the chunk from outside); ``dcolumns`` and ``gates`` as in
+    ``within.inside``."""
     C: tl.constexpr = 1 << BITS
     local_head, chunk, n, start, length, before, A, tile0, begin = chunk_at(
         tl.program_id(0), heads, documents, first, N, T, tiles_a_row, P, BITS, PACKED
@@ -211,7 +212,7 @@ def attention_back(
         back = product(token_columns(grads, row, valid, H * V, rv, V), weights, PRECISION)
         outputs = dv + (base * H + head) * V + row[None, :] * (H * V) + rv[:, None]
         inner = valid[None, :] & (rv < V)[:, None]
-        if MORE:
+        if OUTER:
             back += tl.load(outputs, mask=inner, other=0.0).to(tl.float32)
         tl.store(outputs, back.to(dv.dtype.element_ty), mask=inner)
 
@@ -221,9 +222,9 @@ def solve_back(
     q, k, beta, attention, dattention, inverse, dqs, dks, dk_part, dq, dk, dbeta,
     documents, first, N, T, tiles_a_row, tokens, heads, head0, H, per_group, scale,
     K: tl.constexpr, KB: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
-    PACKED: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, OUTER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk and head. From ``dattention`` and ``dqs, dks, dk_part`` (with MORE; else there are none) to
+    """One program a chunk and head. From ``dattention`` and ``dqs, dks, dk_part`` (with OUTER; else there are none) to
     ``dq, dk [tokens, H, K]`` and ``dbeta [tokens, H]``."""
     C: tl.constexpr = 1 << BITS
     local_head, chunk, n, start, length, before, A, tile0, begin = chunk_at(
@@ -250,12 +251,12 @@ def solve_back(
         column = first_k + tl.arange(0, KB)
         key = token_rows(k + here, row, valid, stride, column, K)
         scoresT += product(key, tl.trans(token_rows(q + here, row, valid, stride, column, K)), PRECISION)
-        if MORE:
+        if OUTER:
             dP -= product(token_rows(dqs + at * K, row, valid, K, column, K), tl.trans(key), PRECISION)
     dP = tl.where(lower, dP, 0.0).to(dtype)
     scoresT = tl.where(row[:, None] <= row[None, :], scoresT * scale, 0.0).to(dtype)
     dT = product(scoresT, dP, PRECISION)
-    if MORE:
+    if OUTER:
         for first_k in range(0, K, KB):
             column = first_k + tl.arange(0, KB)
             key = token_rows(k + here, row, valid, stride, column, K)
@@ -279,18 +280,18 @@ def solve_back(
         to = (base * H + head) * K + row[:, None] * (H * K) + column[None, :]
         key = token_rows(k + here, row, valid, stride, column, K)
         dquery = exact_left(dZ, key, PRECISION)
-        if MORE:
+        if OUTER:
             dquery += token_rows(dqs + at * K, row, valid, K, column, K).to(tl.float32) * scale
         tl.store(dq + to, dquery.to(dq.dtype.element_ty), mask=inner)
         dkeyT = product(token_columns(q + here, row, valid, stride, column, K), dZ.to(dtype), PRECISION)
         dkeyT += product(token_columns(k + here, row, valid, stride, column, K), W, PRECISION)
-        if MORE:
+        if OUTER:
             dkeyT -= product(token_columns(dqs + at * K, row, valid, K, column, K), P_ts, PRECISION)
             dkeyT += product(token_columns(dks + at * K, row, valid, K, column, K), TT.to(dtype), PRECISION)
         passed = exact_left(dN, key, PRECISION)
         by_keys += tl.sum(key * passed, 1)
         dkey = strength[:, None] * passed + tl.trans(dkeyT)
-        if MORE:
+        if OUTER:
             dkey += token_rows(dk_part + at * K, row, valid, K, column, K).to(tl.float32)
         tl.store(dk + to, dkey.to(dk.dtype.element_ty), mask=inner)
     tl.store(dbeta + base * H + head + row * H, (by_writes + by_keys).to(dbeta.dtype.element_ty), mask=valid)

@@ -15,7 +15,9 @@ from src.ops.kernels.launch import launch
 class Pass:
     """Some heads of a call, with the scratch that they need.
 
-    ``tensors``: the call's, by the kernels' names. ``roots``: states before the call.
+    ``tensors``: the call's, by the kernels' names. Names that end in ``s`` are of chunks, those in ``t`` of tiles,
+    which are the same where a tile is one chunk. Where it is two, the backward pass needs ``qt, kt`` no more once
+    ``dqt, dkt`` are made, and ``dqs, dks`` take their places; else they are ``dqt, dkt`` themselves.
     """
 
     def __init__(self, sizes: Sizes, tensors: dict, head0: int, heads: int, *, backward: bool) -> None:
@@ -103,7 +105,7 @@ class Pass:
                 self.given[name] = self.new(heads, at.tokens, K, dtype=sizes.dtype)
             self._between(gates, dlevels)
             self.given |= {"dqs": self.given["dqt"], "dks": self.given["dkt"]}
-        inner = {"MORE": bool(sizes.more or sizes.plan.pair)}
+        outer = {"OUTER": bool(sizes.more or sizes.plan.pair)}
         if sizes.plan.pair:
             # Of tiles, q~ and k~ have served; their places take the gradients of chunks'.
             if sizes.more:
@@ -113,8 +115,8 @@ class Pass:
                     self.given[name] = torch.zeros(heads, at.tokens, K, dtype=sizes.dtype, device=self.device)
             self.run(inside.across, self.tiles, stages=1)
         self.given["dattention"] = torch.empty_like(self.given["attention"])
-        self.run(inside.attention_back, self.chunks, **inner, stages=3, registers=sizes.at_most(168))
-        self.run(inside.solve_back, self.chunks, **inner, stages=1)
+        self.run(inside.attention_back, self.chunks, **outer, stages=3, registers=sizes.at_most(168))
+        self.run(inside.solve_back, self.chunks, **outer, stages=1)
         self.run(within.finish, self.tiles)
 
     def _between(self, gates: Tensor, dlevels: Tensor | None) -> None:
