@@ -57,6 +57,17 @@ def documents_of(cu_seqlens: Tensor) -> Tensor:
     return torch.stack([cu[:-1], lengths, torch.zeros_like(lengths)])
 
 
+def new_states(k: Tensor, v: Tensor, scales: Tensor | None, documents: Tensor | None, state_levels: int) -> Tensor:
+    """Memory for a call's new states: zeros for levels, of which some may hold none; nothing where none are wanted."""
+    if state_levels < 0:
+        return v.new_empty(0, dtype=torch.float32)
+    N = v.shape[0] if documents is None else documents.shape[1]
+    shape = (N, v.shape[2], k.shape[3], v.shape[3])
+    if scales is None:
+        return v.new_empty(shape, dtype=torch.float32)
+    return v.new_zeros(state_levels, *shape, dtype=torch.float32)
+
+
 def dense_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -98,11 +109,7 @@ def ssd_forward(
     (roots,) = dense(roots=roots).values()
     state = state_levels >= 0
     sizes = sizes_of(k, v, scales, documents, max_chunk, more=state or roots is not None, backward=False)
-    shape = (sizes.layout.count, sizes.H, sizes.K, sizes.V) if state else (0,)
-    if state and sizes.loglinear:
-        levels = v.new_zeros(state_levels, *shape, dtype=torch.float32)
-    else:
-        levels = v.new_empty(shape, dtype=torch.float32)
+    levels = new_states(k, v, scales, documents, state_levels)
     with torch.cuda.device_of(v):
         tensors = _tensors(q, k, v, g, scales, documents, scale)
         o = torch.empty_like(tensors["v"])
@@ -114,13 +121,7 @@ def ssd_forward(
 
 @ssd_forward.register_fake
 def _(q, k, v, g, scales, documents, roots, scale, max_chunk, state_levels):
-    N = v.shape[0] if documents is None else documents.shape[1]
-    shape = (N, v.shape[2], k.shape[3], v.shape[3])
-    if state_levels < 0:
-        shape = (0,)
-    elif scales is not None:
-        shape = (state_levels, *shape)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(shape, dtype=torch.float32)
+    return dense_like(v), new_states(k, v, scales, documents, state_levels)
 
 
 @torch.library.custom_op("loglinear::ssd_backward", mutates_args=())

@@ -15,7 +15,7 @@ from src.ops.kernels import check
 from src.ops.kernels.delta.passes import Pass
 from src.ops.kernels.delta.sizes import Sizes, plan_for, sizes_of, tree_tables
 from src.ops.kernels.plan import first_tiles
-from src.ops.kernels.ssd import dense, dense_like, documents_of, dtypes_of
+from src.ops.kernels.ssd import dense, dense_like, documents_of, dtypes_of, new_states
 
 
 def _trust(
@@ -92,11 +92,7 @@ def delta_forward(
     stateful = state or roots is not None
     _trust(v, k, g, beta, scales, documents, stateful=stateful, gradients=False)
     sizes = sizes_of(k, v, scales, documents, max_chunk, stateful=stateful, roots=roots is not None, backward=False)
-    shape = (sizes.layout.count, sizes.H, sizes.K, sizes.V) if state else (0,)
-    if state and sizes.loglinear:
-        levels = v.new_zeros(state_levels, *shape, dtype=torch.float32)
-    else:
-        levels = v.new_empty(shape, dtype=torch.float32)
+    levels = new_states(k, v, scales, documents, state_levels)
     with torch.cuda.device_of(v):
         tensors = _tensors(q, k, v, g, beta, scales, documents, roots, scale, sizes)
         o = torch.empty_like(tensors["v"])
@@ -110,13 +106,7 @@ def delta_forward(
 
 @delta_forward.register_fake
 def _(q, k, v, g, beta, scales, documents, roots, scale, max_chunk, state_levels):
-    N = v.shape[0] if documents is None else documents.shape[1]
-    shape = (N, v.shape[2], k.shape[3], v.shape[3])
-    if state_levels < 0:
-        shape = (0,)
-    elif scales is not None:
-        shape = (state_levels, *shape)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(shape, dtype=torch.float32)
+    return dense_like(v), new_states(k, v, scales, documents, state_levels)
 
 
 @torch.library.custom_op("loglinear::delta_backward", mutates_args=())
