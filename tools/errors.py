@@ -1,12 +1,12 @@
-"""Check every kernel configuration against fp64 on this GPU: ``python -m tools.errors``.
+"""Check every kernel configuration against fp64 on GPUs: ``python -m tools.errors``.
 
 A configuration is what kernels are compiled for: operator, dtype, block sizes (head dims padded to powers of two),
 rows or packed documents. Each is run on fresh random inputs, output and all gradients are compared with the T x T
 form in fp64, and the table says the relative error ``||x - ref|| / ||ref||`` of each. Some sizes are also run in two
 calls, the second from the first one's state, and on inputs that break careless arithmetic (tools/errors_cases.py says
 which, and the one place where an error counts against something else than the reference's norm). The exit status is 1
-if any is above the bound: 1e-2 in bf16, 1e-5 in fp32. Processes compile side by side. `--operator`, `--dtype`,
-`--kind`: a part of them.
+if any is above the bound: 1e-2 in bf16, 1e-5 in fp32. Processes compile side by side, and share out all visible GPUs.
+`--operator`, `--dtype`, `--kind`: a part of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ PARTS = ("operator", "dtype", "kind")
 
 
 def attempt(work: tuple[Case, int]) -> tuple[Case, dict[str, float] | str]:
+    torch.cuda.set_device(os.getpid() % torch.cuda.device_count())
     try:
         return work[0], errors(*work)
     except Exception as error:  # one configuration that fails must not hide the others
