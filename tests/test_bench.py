@@ -94,6 +94,31 @@ def test_a_peer_that_fails_is_left_out(monkeypatch, capsys: pytest.CaptureFixtur
     assert "left out: softmax: RuntimeError: no kernel" in capsys.readouterr().out.splitlines()
 
 
+def test_a_peer_without_a_backward_pass_is_timed_forward(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, *_):
+            raise RuntimeError("not on this card\nand more")
+
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        "torch.nn.functional.scaled_dot_product_attention", lambda *a, **o: Refuses.apply(real(*a, **o))
+    )
+    assert bench.main(["ssd", *TINY, "--backward"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "left out: softmax backward: RuntimeError: not on this card" in said
+    at = said[1].index("softmax") + len("softmax") - 1
+    forward, both = said[2], said[4]
+    assert forward.startswith("forward ")
+    assert forward[at].isdigit()
+    assert both.startswith("forward + backward ")
+    assert both[at] == "-"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

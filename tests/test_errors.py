@@ -72,6 +72,15 @@ def test_the_bounds_are_fair(operator: str, kind: str, dtype: str) -> None:
     assert max(found.values()) < BOUNDS[dtype] / 4
 
 
+def test_draws_are_taken_together(monkeypatch) -> None:
+    """What is wrong in the second of two draws alone counts against both."""
+    drawn: list[dict] = []
+    monkeypatch.setattr(errors_cases, "one_draw", lambda *_: drawn.pop(0))
+    drawn += [{"q": (0.0, 3.0), "v": (2.0, 1.0)}, {"q": (1.0, 4.0), "v": (2.0, 1.0)}]
+    case = Case("ssd", "bfloat16", 64, 32, T=200)
+    assert errors_cases.errors(case, seed=2, device="cpu", draws=2) == {"q": 1 / 5, "v": 2.0}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_wrong_in_one_head_is_above_the_bounds(kind: str, monkeypatch) -> None:
     """Of four heads, one forgets too fast: every kind of input shows it."""
@@ -144,7 +153,7 @@ def pretended(monkeypatch) -> None:
     monkeypatch.setattr(
         "multiprocessing.context.BaseContext.Pool", lambda self, *args, **options: Pool(*args, **options)
     )
-    monkeypatch.setattr(errors, "errors", lambda case, seed: dict.fromkeys(names(case.operator), 1e-7))
+    monkeypatch.setattr(errors, "errors", lambda case, seed, draws: dict.fromkeys(names(case.operator), 1e-7))
 
 
 @pytest.mark.usefixtures("pretended")
@@ -190,7 +199,7 @@ def test_kinds_can_be_run_alone(capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.usefixtures("pretended")
 def test_what_is_wrong_is_said(monkeypatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(
-        errors, "errors", lambda case, seed: dict.fromkeys(names(case.operator), 1e-3 if case.K == 112 else 0)
+        errors, "errors", lambda case, seed, draws: dict.fromkeys(names(case.operator), 1e-3 if case.K == 112 else 0)
     )
     assert errors.main(["--operator", "ssd", "--dtype", "float32"]) == 1
     assert capsys.readouterr().err.count("wrong: ") == 1

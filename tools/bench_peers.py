@@ -29,6 +29,8 @@ class Candidate:
     about = ""
     ours = False
     """Ours must be right, or nothing is timed; another's that is wrong or raises is left out."""
+    forward_only: str | None = None
+    """Why its backward pass cannot run here, once that is known: then its forward pass alone is timed."""
     eager = False
     """An operator of ours called as it is: checked in fp64 and against each other, and timed token by token."""
 

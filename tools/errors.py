@@ -2,11 +2,11 @@
 
 A configuration is what kernels are compiled for: operator, dtype, block sizes (head dims padded to powers of two),
 rows or packed documents. Each is run on fresh random inputs, output and all gradients are compared with the T x T
-form in fp64, and the table says the relative error ``||x - ref|| / ||ref||`` of each. Some sizes are also run in two
-calls, the second from the first one's state, and on inputs that break careless arithmetic (tools/errors_cases.py says
-which, and the one place where an error counts against something else than the reference's norm). The exit status is 1
-if any is above the bound: 1e-2 in bf16, 1e-5 in fp32. Processes compile side by side, and share out all visible GPUs.
-`--operator`, `--dtype`, `--kind`: a part of them.
+form in fp64, and the table says the relative error ``||x - ref|| / ||ref||`` of each, over four draws together. Some
+sizes are also run in two calls, the second from the first one's state, and on inputs that break careless arithmetic
+(tools/errors_cases.py says which, and the one place where an error counts against something else than the reference's
+norm). The exit status is 1 if any is above the bound: 1e-2 in bf16, 1e-5 in fp32. Processes compile side by side, and
+share out all visible GPUs. `--operator`, `--dtype`, `--kind`: a part of them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from src.files import write_text
 from tools.bench import Parser, positive
 from tools.bench_files import check_file
 from tools.bench_report import grid
-from tools.errors_cases import BOUNDS, COLUMNS, KINDS, OPERATORS, Case, cases, errors
+from tools.errors_cases import BOUNDS, COLUMNS, DRAWS, KINDS, OPERATORS, Case, cases, errors
 
 PARTS = ("operator", "dtype", "kind")
 """By what a part of the cases can be chosen, and the table is summed."""
 
 
 def attempt(work: tuple[Case, int]) -> tuple[Case, dict[str, float] | str]:
-    torch.cuda.set_device(os.getpid() % torch.cuda.device_count())
+    if count := torch.cuda.device_count():
+        torch.cuda.set_device(os.getpid() % count)
     try:
-        return work[0], errors(*work)
+        return work[0], errors(*work, draws=DRAWS)
     except Exception as error:  # one configuration that fails must not hide the others
         return work[0], f"{type(error).__name__}: {error}".splitlines()[0]
 

@@ -1,5 +1,6 @@
 """Kernels are refused where a compiler has made them wrong, and are launched as what they were compiled for."""
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable
@@ -322,6 +323,66 @@ def test_launched_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Kernel()
     launch.launch(other, 7, first, **how)
     assert len(other.compiled) == 1
+
+
+def test_compiled_ahead(monkeypatch: pytest.MonkeyPatch, distrust: set[tuple]) -> None:
+    """Every kernel once, loaded at the end of the block, and none is run or trusted; one that does not compile says so
+    when it is launched."""
+
+    class Warm(Kernel):
+        def __init__(self, fails: bool) -> None:
+            super().__init__()
+            self.fails = fails
+            self.loaded = 0
+
+        def warmup(self, *arguments, grid: tuple, **options) -> SimpleNamespace:
+            key = grid, arguments, options
+            self.compiled.append(key)
+            return SimpleNamespace(result=lambda ignore_errors: None if self.fails and ignore_errors else self)
+
+        @property
+        def run(self) -> None:
+            self.loaded += 1
+
+    class Mode(contextlib.nullcontext):
+        def __init__(self, pool: object, *, ignore_errors: bool) -> None:
+            super().__init__()
+            assert ignore_errors
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_names", {})
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch.triton, "AsyncCompileMode", Mode)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    right, wrong = Warm(False), Warm(True)
+    given = {"x": torch.zeros(100), "y": None, "n": 5, "SIZE": 16}
+    with launch.compiling_ahead():
+        for kernel in (right, wrong):
+            launch.launch(kernel, 7, given, warps=4, stages=2, registers=99)
+        check.ensure(("a kind",), lambda: {"output": 9.9}, torch.float32)
+    options = {"num_warps": 4, "num_stages": 2, "maxnreg": 99}
+    assert right.compiled == wrong.compiled == [((7,), (given["x"], None, 5, 16), options)]
+    assert (right.loaded, wrong.loaded, right.ran, distrust) == (1, 0, [], set())
+    for _ in range(2):
+        launch.launch(right, 7, given, warps=4, stages=2, registers=99)
+    assert (len(right.compiled), len(right.ran)) == (2, 1)  # Triton itself finds what it compiled
+    with launch.compiling_ahead():
+        launch.launch(right, 7, given, warps=4, stages=2, registers=99)
+    assert (len(right.compiled), len(right.ran)) == (2, 1)
+    with pytest.raises(KernelError):
+        check.ensure(("a kind",), lambda: {"output": 9.9}, torch.float32)
+
+
+def test_nothing_runs_while_compiling_ahead() -> None:
+    """In the interpreter too, so that the self-check is the same there; an error ends it."""
+    given = both(inputs("loglinear_gated_delta_rule", 70))[0]
+    with launch.compiling_ahead():
+        launch.launch(None, 1, {}, warps=4, stages=2)
+        run("loglinear_gated_delta_rule", given)
+    with contextlib.suppress(ZeroDivisionError), launch.compiling_ahead():
+        raise ZeroDivisionError
+    assert not launch.is_compiling_ahead()
 
 
 @ONE_KIND

@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from src.ops.kernels import check, launch
+from src.ops.reference import parallel
 from tests.ops.helpers import assert_close, assert_same_with_gradients, inputs, leaves, operator, part
 from tests.ops.kernels import DELTA, DEVICE, FAMILIES, KEYS, SCALE, assert_exact, both, matrices, run
 
@@ -171,3 +174,20 @@ def test_long_gradients_are_those_in_fp32(family: str, seed: int) -> None:
     tensors, single_tensors = leaves(given), leaves(single)
     expected: Tensor = run(family, single)
     assert_same_with_gradients(run(family, given), expected, tensors, 2e-2, single_tensors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_ahead(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of a step, side by side, of head dims that no other test has; then a step compiles nothing."""
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: compiled.append(fn.name))
+    monkeypatch.setattr(check, "ensure", lambda *_: None)
+    given, exact = both(inputs(family, 300, K=40, V=24))
+    tensors, exact_tensors = leaves(given), leaves(exact)
+    # In this thread, because the backward pass must not run either.
+    with torch.autograd.set_multithreading_enabled(False), launch.compiling_ahead():
+        run(family, given).sum().backward()
+    assert len(compiled) > 5
+    compiled.clear()
+    assert_same_with_gradients(run(family, given), parallel(**exact, scale=SCALE), tensors, 1e-5, exact_tensors)
+    assert not compiled

@@ -1,4 +1,4 @@
-"""Launch a kernel without looking up its specialisation each time.
+"""Launch a kernel without looking up its specialisation each time, and compile many side by side.
 
 ``kernel[grid](**arguments)`` binds, classifies and hashes some fifty arguments on every call: more time than most
 of our kernels take on short sequences. What a compiled kernel depends on is known here: constants, and which
@@ -7,6 +7,11 @@ tensors there are, of which dtype, at which alignment (no integer is specialised
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import itemgetter
 
 import torch
@@ -31,6 +36,45 @@ class _Names:
 
 _names: dict[int, _Names] = {}
 _compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
+_ahead: ContextVar[list | None] = ContextVar("compiling_ahead", default=None)
+
+THREADS = 8
+"""That compile at most, side by side. Most of it happens outside Python and its lock."""
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Inside, :func:`launch` runs nothing; what it was asked for is compiled and loaded when the block ends.
+
+    A kernel takes a core for a second or two, and a training step has some twenty. One that does not compile says so
+    when it is launched.
+    """
+    made: list = []
+    before = _ahead.set(made)
+    try:
+        if INTERPRETED:
+            yield
+            return
+        with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+            with triton.AsyncCompileMode(pool, ignore_errors=True):
+                yield
+            device = torch.cuda.current_device()
+            list(pool.map(lambda kernel: _load(kernel, device), made))
+    finally:
+        _ahead.reset(before)
+
+
+def is_compiling_ahead() -> bool:
+    return _ahead.get() is not None
+
+
+def _load(kernel, device: int) -> None:
+    """Onto the device, with the launcher that some versions of Triton compile for each kernel."""
+    if hasattr(kernel, "result"):  # compiled in another thread
+        kernel = kernel.result(ignore_errors=True)
+    if kernel is not None:
+        with torch.cuda.device(device):  # each thread has one of its own
+            _ = kernel.run
 
 
 def launch(kernel, programs: int, arguments: dict, *, warps: int, stages: int, registers: int | None = None) -> None:
@@ -39,8 +83,10 @@ def launch(kernel, programs: int, arguments: dict, *, warps: int, stages: int, r
     ``registers`` bounds those of a thread, so that more programs run at a time. How a kernel is compiled must follow
     from its constants: another choice of warps, stages or registers for the same ones finds what was compiled first.
     """
+    ahead = _ahead.get()
     if INTERPRETED:
-        kernel[(programs,)](*[arguments[name] for name in kernel.arg_names])
+        if ahead is None:
+            kernel[(programs,)](*[arguments[name] for name in kernel.arg_names])
         return
     number = id(kernel)
     names = _names.get(number)
@@ -59,7 +105,11 @@ def launch(kernel, programs: int, arguments: dict, *, warps: int, stages: int, r
     key = (number, torch.cuda.current_device(), names.constants(arguments), *kinds)
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(programs, 1, 1)](*ordered)
+        if ahead is None:
+            compiled[(programs, 1, 1)](*ordered)
         return
-    options = {} if registers is None else {"maxnreg": registers}
-    _compiled[key] = kernel[(programs,)](*names.all(arguments), num_warps=warps, num_stages=stages, **options)
+    options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
+    if ahead is not None:
+        ahead.append(kernel.warmup(*names.all(arguments), grid=(programs,), **options))
+    else:
+        _compiled[key] = kernel[(programs,)](*names.all(arguments), **options)
