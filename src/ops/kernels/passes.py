@@ -102,7 +102,7 @@ class Pass:
         more = self.more or plan.pair == 1
         self.run(within.inside, (tiles << plan.pair) * self.blocks, MORE=more, stages=1)
         summed = {"slices": 1, "SLICES": 1} if sizes.loglinear else {}
-        self.run(within.finish, tiles * self.heads, passing=passing, **summed)
+        self.run(within.finish, tiles * self.heads, passing=passing, OUTWARD=1, **summed)
 
     def between(self, gates: Tensor) -> Tensor:
         """What passes from tile to tile; returns the gates' gradient over whole tiles: ``[heads, tiles]``, and of the

@@ -317,14 +317,15 @@ def finish(
     dcolumns, gates, passing, dg, dscales,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, L, slices,
     R: tl.constexpr, P: tl.constexpr, BL: tl.constexpr, SLICES: tl.constexpr,
-    PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr,
+    PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr, OUTWARD: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of ``R = 64 << P`` tokens and head: ``dg [tokens, H]`` and ``dlambda [tokens, H, L]``.
 
     ``passing [heads, tiles, slices]``: sums of ``carry``, one slice, or of ``scan``, a slice each of its programs.
 
     ``dg_t`` sums over all pairs ``s < t <= u`` what the write at ``s`` adds through the read at ``u``. ``gates``
-    ``[5, heads, tokens]`` are two of ``inside``, one of ``pairs``, then rows and columns between tiles:
+    ``[4 + OUTWARD, heads, tokens]`` are two of ``inside``, one of ``pairs``, then rows between tiles and columns between
+    tiles, in so many parts:
 
         passing                                 both outside the tile
         + sum_{u >= t} between rows             s before the tile
@@ -356,6 +357,8 @@ def finish(
     gate = tl.cumsum(to_end, 0, reverse=True)
     if MORE:
         outward = tl.load(at + 4 * kind, mask=valid, other=0.0)
+        for part in tl.static_range(1, OUTWARD):
+            outward += tl.load(at + (4 + part) * kind, mask=valid, other=0.0)
         over = tl.cumsum(outward, 0) - outward
         piece = tl.arange(0, SLICES)
         over += tl.sum(tl.load(passing + (line * tiles + tile) * slices + piece, mask=piece < slices, other=0.0))

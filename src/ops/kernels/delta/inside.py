@@ -1,7 +1,7 @@
 r"""The backward pass inside tiles: through the products of ``join`` and ``solve``.
 
-``across`` undoes ``join``, with ``Y = q~_2 k~_1^T``, which attends from the second chunk to the first, and ``X = k~_1
-k_2^T``,
+``squares_back`` and ``across`` undo ``join``, with ``Y = q~_2 k~_1^T``, which attends from the second chunk to the
+first, and ``X = k~_1 k_2^T``,
 
     dY = (do_2 v_1^T) * m - dq~_2' k_1^T ,     dX = -dk~_1' k~_2^T ,
     dq~_2 = dq~_2' + dY k~_1 ,     dk~_1 = dk~_1' + dX k_2 + dY^T q~_2 ,     dk~_2 = dk~_2' - X^T dk~_1' ,
@@ -36,46 +36,46 @@ def token_columns(x, row, valid, stride, column, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=VARYING)
-def across(
-    k, v, do, qs, ks, cums, columns, dqt, dkt, dk_part, dqs, dks, dv, dcolumns, gates,
+def squares_back(
+    k, v, do, ks, crossing, cums, columns, dqs, dks, dcrossing, doverlap, dv, dcolumns, gates,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, L,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of two chunks and head. From ``dqt, dkt`` of tiles (with MORE; else there are none) to ``dqs,
-    dks`` of chunks; ``dk_part``, ``dv`` are added to, ``gates[2]`` and line ``L + 1`` of ``dcolumns`` as in
-    ``within.pairs``."""
+    """One program a tile of two chunks and head: ``dcrossing, doverlap [heads, tiles, C, C]``, dY and dX, from ``dqs,
+    dks`` of tiles (with MORE; else there are none, and no dX). ``dv`` is added to, ``gates[2]`` and line ``L + 1`` of
+    ``dcolumns`` as in ``within.pairs``."""
     C: tl.constexpr = 1 << BITS
     pid = tl.program_id(0)
     local_head = pid % heads
-    n, start, length, before, A, tile0, begin = tile_at(pid // heads, documents, first, N, T, tiles_a_row, P, PACKED)
+    tile = pid // heads
+    n, start, length, before, A, tile0, begin = tile_at(tile, documents, first, N, T, tiles_a_row, P, PACKED)
     if begin >= length:
         return
     head = head0 + local_head
     groups = H // per_group
     line = local_head.to(tl.int64)
-    dtype = qs.dtype.element_ty
+    dtype = ks.dtype.element_ty
     row = tl.arange(0, C)
     valid = row < length - begin
     later = row < length - begin - C
     base = start + begin
     at = line * tokens + base
-    stride = groups * K
-    keys = k + (base * groups + head // per_group) * K
-    own = at * K
-    next_ = own + C * K
+    square = (line * tiles + tile) * (C * C) + row[:, None] * C + row[None, :]
 
-    Y = tl.zeros([C, C], tl.float32)
     dY = tl.zeros([C, C], tl.float32)
-    for first_k in range(0, K, KB):
-        column = first_k + tl.arange(0, KB)
-        reader = token_rows(qs + next_, row, later, K, column, K)
-        writer = token_rows(ks + own, row, valid, K, column, K)
-        Y += product(reader, tl.trans(writer), PRECISION)
-        if MORE:
-            dreader = token_rows(dqt + next_, row, later, K, column, K)
-            key = token_rows(keys, row, valid, stride, column, K)
+    if MORE:
+        keys = k + (base * groups + head // per_group) * K
+        dX = tl.zeros([C, C], tl.float32)
+        for first_k in range(0, K, KB):
+            column = first_k + tl.arange(0, KB)
+            dreader = token_rows(dqs + (at + C) * K, row, later, K, column, K)
+            key = token_rows(keys, row, valid, groups * K, column, K)
             dY -= product(dreader, tl.trans(key), PRECISION)
+            dwriter = token_rows(dks + at * K, row, valid, K, column, K)
+            writer = token_rows(ks + (at + C) * K, row, later, K, column, K)
+            dX -= product(dwriter, tl.trans(writer), PRECISION)
+        tl.store(doverlap + square, dX.to(dtype))
 
     dP = tl.zeros([C, C], tl.float32)
     values, grads = v + (base * H + head) * V, do + ((base + C) * H + head) * V
@@ -86,6 +86,7 @@ def across(
     edge = tl.load(cums + at + C - 1, mask=length - begin >= C, other=0.0)
     outgoing = decay(edge - tl.load(cums + at + row, mask=valid, other=0.0))
     incoming = decay(tl.load(cums + at + C + row, mask=later, other=0.0) - edge)
+    Y = tl.load(crossing + square)
     dP *= outgoing[None, :]
     row_gates = incoming * tl.sum(Y * dP, 1)
     kind = heads.to(tl.int64) * tokens
@@ -99,8 +100,7 @@ def across(
     dP *= incoming[:, None]
     tl.store(gates + 2 * kind + at + C + row, row_gates, mask=later)
     tl.store(gates + 2 * kind + at + row, -tl.sum(Y * dP, 0), mask=valid)
-    Y = Y.to(dtype)
-    dY = (dY + dP).to(dtype)
+    tl.store(dcrossing + square, (dY + dP).to(dtype))
 
     for first_v in range(0, V, BV):
         rv = first_v + tl.arange(0, BV)
@@ -115,48 +115,73 @@ def across(
             tl.store(outputs + C * H * V, tl.zeros([BV, C], dv.dtype.element_ty), mask=rest)
         tl.store(outputs, back.to(dv.dtype.element_ty), mask=inner)
 
-    if MORE:
-        X = tl.zeros([C, C], tl.float32)
-        dX = tl.zeros([C, C], tl.float32)
-        for first_k in range(0, K, KB):
-            column = first_k + tl.arange(0, KB)
-            writer = token_rows(ks + own, row, valid, K, column, K)
-            key = token_rows(keys + C * stride, row, later, stride, column, K)
-            X += product(writer, tl.trans(key), PRECISION)
-            dwriter = token_rows(dkt + own, row, valid, K, column, K)
-            writer = token_rows(ks + next_, row, later, K, column, K)
-            dX -= product(dwriter, tl.trans(writer), PRECISION)
-        X = X.to(dtype)
-        dX = dX.to(dtype)
 
-    for first_k in range(0, K, KB):
-        column = first_k + tl.arange(0, KB)
-        there = row[:, None] * K + column[None, :]
-        inner = valid[:, None] & (column < K)[None, :]
-        inner_later = later[:, None] & (column < K)[None, :]
-        writer = token_rows(ks + own, row, valid, K, column, K)
-        dreader = product(dY, writer, PRECISION)
-        dwriter = tl.trans(product(token_columns(qs + next_, row, later, K, column, K), dY, PRECISION))
-        dreader_first = tl.zeros([C, KB], tl.float32)
-        dwriter_next = tl.zeros([C, KB], tl.float32)
-        if MORE:
-            dreader_first = token_rows(dqt + own, row, valid, K, column, K).to(tl.float32)
-            dreader += token_rows(dqt + next_, row, later, K, column, K).to(tl.float32)
-            key = token_rows(keys + C * stride, row, later, stride, column, K)
-            dwriter += product(dX, key, PRECISION)
-            dwriter += token_rows(dkt + own, row, valid, K, column, K).to(tl.float32)
-            dwriter_next = token_rows(dkt + next_, row, later, K, column, K).to(tl.float32)
-            dwriter_next -= tl.trans(product(token_columns(dkt + own, row, valid, K, column, K), X, PRECISION))
-            dkey = token_rows(dk_part + own, row, valid, K, column, K).to(tl.float32)
-            dkey -= tl.trans(product(token_columns(dqt + next_, row, later, K, column, K), Y, PRECISION))
-            tl.store(dk_part + own + there, dkey.to(dtype), mask=inner)
-            dkey = token_rows(dk_part + next_, row, later, K, column, K).to(tl.float32)
-            dkey += tl.trans(product(token_columns(ks + own, row, valid, K, column, K), dX, PRECISION))
-            tl.store(dk_part + next_ + there, dkey.to(dtype), mask=inner_later)
-        tl.store(dqs + own + there, dreader_first.to(dtype), mask=inner)
+@triton.jit(do_not_specialize=VARYING)
+def across(
+    k, chunks, crossing, overlap, dcrossing, doverlap, dqs, dks, dk_part,
+    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group,
+    K: tl.constexpr, KB: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
+    PACKED: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of two chunks, head and block of K: ``dqs, dks`` of tiles become those of chunks, and
+    ``dk_part [heads, tokens, K]`` is added to (with MORE; else there are none yet, and they are made)."""
+    C: tl.constexpr = 1 << BITS
+    NK: tl.constexpr = (K + KB - 1) // KB
+    pid = tl.program_id(0)
+    column = pid % NK * KB + tl.arange(0, KB)
+    local_head = (pid // NK) % heads
+    tile = pid // (NK * heads)
+    n, start, length, before, A, tile0, begin = tile_at(tile, documents, first, N, T, tiles_a_row, P, PACKED)
+    if begin >= length:
+        return
+    groups = H // per_group
+    line = local_head.to(tl.int64)
+    dtype = dqs.dtype.element_ty
+    row = tl.arange(0, C)
+    valid = row < length - begin
+    later = row < length - begin - C
+    base = start + begin
+    own = (line * tokens + base) * K
+    next_ = own + C * K
+    square = (line * tiles + tile) * (C * C) + row[:, None] * C + row[None, :]
+    there = row[:, None] * K + column[None, :]
+    inner = valid[:, None] & (column < K)[None, :]
+    inner_later = later[:, None] & (column < K)[None, :]
+
+    dY = tl.load(dcrossing + square)
+    writer = token_rows(chunks + own, row, valid, K, column, K)
+    dreader = product(dY, writer, PRECISION)
+    dwriter = tl.trans(product(token_columns(chunks + next_, row, later, K, column, K), dY, PRECISION))
+    if MORE:
+        dreader += token_rows(dqs + next_, row, later, K, column, K).to(tl.float32)
+        Y = tl.load(crossing + square)
+        dkey = token_rows(dk_part + own, row, valid, K, column, K).to(tl.float32)
+        dkey -= tl.trans(product(token_columns(dqs + next_, row, later, K, column, K), Y, PRECISION))
+        tl.debug_barrier()  # all have read what is overwritten
+        tl.store(dk_part + own + there, dkey.to(dtype), mask=inner)
         tl.store(dqs + next_ + there, dreader.to(dtype), mask=inner_later)
+
+        dX = tl.load(doverlap + square)
+        dkey = token_rows(dk_part + next_, row, later, K, column, K).to(tl.float32)
+        dkey += tl.trans(product(token_columns(chunks + own, row, valid, K, column, K), dX, PRECISION))
+        keys = k + ((base + C) * groups + (head0 + local_head) // per_group) * K
+        dwriter += product(dX, token_rows(keys, row, later, groups * K, column, K), PRECISION)
+        dwriter += token_rows(dks + own, row, valid, K, column, K).to(tl.float32)
+        X = tl.load(overlap + square)
+        dwriter_next = token_rows(dks + next_, row, later, K, column, K).to(tl.float32)
+        dwriter_next -= tl.trans(product(token_columns(dks + own, row, valid, K, column, K), X, PRECISION))
+        tl.debug_barrier()
+        tl.store(dk_part + next_ + there, dkey.to(dtype), mask=inner_later)
         tl.store(dks + own + there, dwriter.to(dtype), mask=inner)
         tl.store(dks + next_ + there, dwriter_next.to(dtype), mask=inner_later)
+    else:
+        zero = tl.zeros([C, KB], dtype)
+        tl.store(dk_part + own + there, zero, mask=inner)
+        tl.store(dk_part + next_ + there, zero, mask=inner_later)
+        tl.store(dqs + own + there, zero, mask=inner)
+        tl.store(dqs + next_ + there, dreader.to(dtype), mask=inner_later)
+        tl.store(dks + own + there, dwriter.to(dtype), mask=inner)
+        tl.store(dks + next_ + there, zero, mask=inner_later)
 
 
 @triton.jit(do_not_specialize=VARYING)

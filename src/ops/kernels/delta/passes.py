@@ -15,9 +15,9 @@ from src.ops.kernels.launch import launch
 class Pass:
     """Some heads of a call, with the scratch that they need.
 
-    ``tensors``: the call's, by the kernels' names. Names that end in ``s`` are of chunks, those in ``t`` of tiles,
-    which are the same where a tile is one chunk. Where it is two, the backward pass needs ``qt, kt`` no more once
-    ``dqt, dkt`` are made, and ``dqs, dks`` take their places; else they are ``dqt, dkt`` themselves.
+    ``tensors``: the call's, by the kernels' names. ``qs, ks``, ``q~`` and ``k~``, are of chunks until ``join`` has
+    made them those of tiles; their gradients, ``dqs, dks``, are of tiles until ``across`` has made them those of
+    chunks. Where a tile is one chunk the two are the same.
     """
 
     def __init__(self, sizes: Sizes, tensors: dict, head0: int, heads: int, *, backward: bool) -> None:
@@ -36,11 +36,11 @@ class Pass:
             "ks": self.new(heads, at.tokens, K, dtype=dtype),
             "attention": self.new(heads, at.tokens, C, dtype=dtype),
             "inverse": self.new(heads, at.tokens, C) if backward else None,
+            "crossing": self.new(heads, at.tiles, C * C, dtype=dtype) if plan.pair else None,
+            "overlap": self.new(heads, at.tiles, C * C, dtype=dtype) if plan.pair and backward else None,
+            "chunks": self.new(heads, at.tokens, K, dtype=dtype) if plan.pair and backward else None,
             "BACKWARD": backward,
         }  # fmt: skip
-        pair = plan.pair and more
-        self.given["qt"] = self.new(heads, at.tokens, K, dtype=dtype) if pair else self.given["qs"]
-        self.given["kt"] = self.new(heads, at.tokens, K, dtype=dtype) if pair else self.given["ks"]
         if more:
             self.given |= {
                 "nodes": self.new(heads, at.tiles, K * V, dtype=dtype),
@@ -64,10 +64,10 @@ class Pass:
         whole = {"BV": triton.next_power_of_2(sizes.V), "LEAVES": False, "HALF": False, "leaves": None, "half": None}
         self.run(states.prepare, self.tiles, **whole)
         self.run(solve.solve, self.chunks, stages=1, registers=sizes.at_most(168))
-        if not sizes.more:
-            return
         if sizes.plan.pair:
             self.run(solve.join, self.tiles, stages=1)
+        if not sizes.more:
+            return
         programs = self.tiles * (sizes.value_blocks + sizes.key_blocks)
         self.run(
             solve.leaves,
@@ -96,28 +96,23 @@ class Pass:
     def backward(self, do: Tensor, dlevels: Tensor | None, out: dict[str, Tensor | None]) -> None:
         """Into ``out``: dq, dk, dv, dg, dbeta, dscales, droots."""
         sizes, at, heads, K = self.sizes, self.sizes.layout, self.heads, self.sizes.K
-        gates = self.new(5, heads, at.tokens)
+        gates = self.new(4 + (sizes.value_blocks if sizes.more else 0), heads, at.tokens)
         dcolumns = self.new(heads, sizes.L + 2, at.tokens).zero_() if sizes.loglinear else None
         self.given |= {**out, "do": do, "gates": gates, "dcolumns": dcolumns, "passing": None}
-        self.given |= {"dqt": None, "dkt": None, "dk_part": None, "dqs": None, "dks": None}
+        outer = sizes.more or sizes.plan.pair  # does anything reach a chunk from outside?
+        for name in ("dqs", "dks", "dk_part"):
+            self.given[name] = self.new(heads, at.tokens, K, dtype=sizes.dtype) if outer else None
         if sizes.more:
-            for name in ("dqt", "dkt", "dk_part"):
-                self.given[name] = self.new(heads, at.tokens, K, dtype=sizes.dtype)
             self._between(gates, dlevels)
-            self.given |= {"dqs": self.given["dqt"], "dks": self.given["dkt"]}
-        outer = {"OUTER": bool(sizes.more or sizes.plan.pair)}
         if sizes.plan.pair:
-            # Of tiles, q~ and k~ have served; their places take the gradients of chunks'.
-            if sizes.more:
-                self.given |= {"dqs": self.given["qt"], "dks": self.given["kt"]}
-            else:
-                for name in ("dqs", "dks", "dk_part"):
-                    self.given[name] = torch.zeros(heads, at.tokens, K, dtype=sizes.dtype, device=self.device)
-            self.run(inside.across, self.tiles, stages=1)
+            for name in ("crossing", "overlap"):
+                self.given[f"d{name}"] = torch.empty_like(self.given[name])
+            self.run(inside.squares_back, self.tiles, stages=1)
+            self.run(inside.across, self.tiles * sizes.key_blocks, stages=1)
         self.given["dattention"] = torch.empty_like(self.given["attention"])
-        self.run(inside.attention_back, self.chunks, **outer, stages=3, registers=sizes.at_most(168))
-        self.run(inside.solve_back, self.chunks, **outer, stages=1)
-        self.run(within.finish, self.tiles)
+        self.run(inside.attention_back, self.chunks, OUTER=bool(outer), stages=3, registers=sizes.at_most(168))
+        self.run(inside.solve_back, self.chunks, OUTER=bool(outer), stages=1)
+        self.run(within.finish, self.tiles, OUTWARD=sizes.value_blocks)
 
     def _between(self, gates: Tensor, dlevels: Tensor | None) -> None:
         """What passes from tile to tile."""
@@ -131,4 +126,5 @@ class Pass:
             self._chain(chain.ebb, *step, **state)
         self.run(read.rows, self.chunks, row_gates=gates[3], warps=plan.state_warps, stages=3)
         self.run(write.changes_back, self.tiles * sizes.key_blocks, warps=plan.state_warps, stages=3)
-        self.run(write.columns_back, self.chunks, column_gates=gates[4], stages=3)
+        blocks = sizes.value_blocks + sizes.key_blocks
+        self.run(write.columns_back, self.tiles * blocks, warps=sizes.tile_warps, stages=3)

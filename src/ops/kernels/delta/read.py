@@ -1,10 +1,10 @@
 r"""What queries read, and the gradients of reading.
 
     o_t  =  sum_{s in t's chunk} lambda_{t, level(t,s)} exp(G_t - G_s) P_ts v_s
-          + lambda_t exp(G_t) sum_{s in the chunk before, of the same tile} (q~_t . k~_s) exp(-G_s) v_s
-          + sum_j lambda_{t,j} exp(G_t) q~'_t^T S_j
+          + lambda_t exp(G_t) sum_{s in the chunk before, of the same tile} Y_ts exp(-G_s) v_s
+          + sum_j lambda_{t,j} exp(G_t) q~_t^T S_j
 
-with ``P, q~, k~`` of chunks, ``q~'`` of tiles (``solve.py``), and ``S_j`` as the tile sees them (``chain.py``).
+with ``P`` of chunks, ``Y`` and ``q~`` of tiles (``solve.py``), and ``S_j`` as the tile sees them (``chain.py``).
 """
 
 import triton
@@ -19,9 +19,9 @@ from src.ops.kernels.tiles import bit_of, decay, level_weights, product
 
 @triton.jit(do_not_specialize=[*VARYING, "slots"])
 def output(
-    v, qs, ks, qt, attention, cums, columns, seen, seen_first, o,
+    v, qs, attention, crossing, cums, columns, seen, seen_first, o,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, L, slots,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, P: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
     BITS: tl.constexpr, PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk, head and block of values."""
@@ -52,12 +52,7 @@ def output(
     if P == 1:
         if chunk & 1 == 1:
             whole_row = row < C
-            across = tl.zeros([C, C], tl.float32)
-            for first_k in range(0, K, KB):
-                column = first_k + tl.arange(0, KB)
-                reader = token_rows(qs + at * K, row, valid, K, column, K)
-                writer = token_rows(ks + (at - C) * K, row, whole_row, K, column, K)
-                across += product(reader, tl.trans(writer), PRECISION)
+            Y = tl.load(crossing + (line * tiles + (chunk >> 1)) * (C * C) + row[:, None] * C + row[None, :])
             edge = tl.load(cums + at - 1)
             value = token_rows(v + ((base - C) * H + head) * V, row, whole_row, H * V, rv, V)
             value = (value * decay(edge - tl.load(cums + at - C + row))[:, None]).to(value.dtype)
@@ -65,10 +60,10 @@ def output(
             if LOGLINEAR:
                 index = tl.minimum(BITS + 1, L - 1).to(tl.int64)
                 strength *= tl.load(lams + index * tokens + row, mask=valid, other=0.0).to(tl.float32)
-            acc += strength[:, None] * product(across.to(value.dtype), value, PRECISION)
+            acc += strength[:, None] * product(Y, value, PRECISION)
     if MORE:
         rk = tl.arange(0, BK)
-        reader = token_rows(qt + at * K, row, valid, K, rk, K)
+        reader = token_rows(qs + at * K, row, valid, K, rk, K)
         inner = (rk[:, None] < K) & (rv[None, :] < V)
         strength = tl.exp(G)
         slot = first_slot(A, tile0, n, before, seen_first, tiles_a_row, PACKED, LOGLINEAR)
@@ -93,15 +88,15 @@ def output(
 
 @triton.jit(do_not_specialize=[*VARYING, "slots"])
 def rows(
-    do, qt, cums, columns, seen, seen_first, dqt, dcolumns, row_gates,
+    do, qs, cums, columns, seen, seen_first, dqs, dcolumns, row_gates,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, L, slots,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and head: what its queries read from states.
 
-    With ``X_j = do S_j^T``: ``dq~' = sum_j lambda_j exp(G) X_j`` into ``dqt [heads, tokens, K]``, and ``dlambda_j =
-    exp(G) <q~', X_j>`` into ``dcolumns [heads, L + 2, tokens]``, levels that share the last scale into line ``L``;
+    With ``X_j = do S_j^T``: ``dq~ = sum_j lambda_j exp(G) X_j`` into ``dqs [heads, tokens, K]``, and ``dlambda_j =
+    exp(G) <q~, X_j>`` into ``dcolumns [heads, L + 2, tokens]``, levels that share the last scale into line ``L``;
     ``row_gates [heads, tokens]``: ``sum_j lambda_j dlambda_j``.
     """
     C: tl.constexpr = 1 << BITS
@@ -116,7 +111,7 @@ def rows(
     valid = row < length - begin
     base = start + begin
     at = line * tokens + base
-    reader = token_rows(qt + at * K, row, valid, K, rk, K)
+    reader = token_rows(qs + at * K, row, valid, K, rk, K)
     grads = do + (base * H + head0 + local_head) * V
     grad = token_rows(grads, row, valid, H * V, tl.arange(0, BV), V)
     strength = tl.exp(tl.load(cums + at + row, mask=valid, other=0.0))
@@ -150,18 +145,18 @@ def rows(
     if LOGLINEAR:
         tl.store(dlams + L.to(tl.int64) * tokens + row, shared, mask=valid)
     inner = valid[:, None] & (rk[None, :] < K)
-    tl.store(dqt + at * K + row[:, None] * K + rk[None, :], acc.to(dqt.dtype.element_ty), mask=inner)
+    tl.store(dqs + at * K + row[:, None] * K + rk[None, :], acc.to(dqs.dtype.element_ty), mask=inner)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "slots"])
 def reads_back(
-    do, qt, cums, columns, after, seen_first,
+    do, qs, cums, columns, after, seen_first,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, L, slots,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
     BITS: tl.constexpr, PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a tile, head and block of values: what it reads of each state that it sees, ``E_j = sum_t
-    lambda_{t,j} exp(G_t) q~'_t do_t^T``, into the slots of ``after``."""
+    lambda_{t,j} exp(G_t) q~_t do_t^T``, into the slots of ``after``."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     rv = pid % NV * BV + tl.arange(0, BV)
@@ -176,7 +171,7 @@ def reads_back(
     valid = row < length - begin
     base = start + begin
     at = line * tokens + base
-    reader = token_rows(qt + at * K, row, valid, K, rk, K)
+    reader = token_rows(qs + at * K, row, valid, K, rk, K)
     grad = token_rows(do + (base * H + head0 + local_head) * V, row, valid, H * V, rv, V)
     strength = tl.exp(tl.load(cums + at + row, mask=valid, other=0.0))
     if LOGLINEAR:

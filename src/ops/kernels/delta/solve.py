@@ -10,7 +10,7 @@ second chunk see states through the first one, keys of the first are written thr
 
     q~_2' = q~_2 - (q~_2 k~_1^T) k_1 ,     k~_1' = k~_1 - (k~_1 k_2^T) k~_2 ,
 
-and ``q~_2 k~_1^T`` is what attends from the second chunk to the first. ``leaves`` makes a tile's own state and what
+in their places. ``q~_2 k~_1^T`` is what attends from the second chunk to the first. ``leaves`` makes a tile's own state and what
 it does to states before it, ``S -> exp(G_R) (S + M S)``:
 
     leaf = sum_s exp(G_R - G_s) k~'_s v_s^T ,     M = -k~'^T k .
@@ -137,55 +137,72 @@ def solve(
 
 @triton.jit(do_not_specialize=VARYING)
 def join(
-    k, qs, ks, qt, kt,
-    documents, first, N, T, tiles_a_row, tokens, heads, head0, H, per_group,
+    k, qs, ks, chunks, crossing, overlap,
+    documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group,
     K: tl.constexpr, KB: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of two chunks and head: ``qt, kt``, as ``qs, ks`` but of the tile instead of chunks."""
+    """One program a tile of two chunks and head: ``qs, ks`` of chunks become those of the tile.
+
+    ``crossing [heads, tiles, C, C]``: ``q~_2 k~_1^T``. With BACKWARD, also ``overlap``: ``k~_1 k_2^T``, and what was in
+    the places that change, ``k~_1`` and ``q~_2``, in ``chunks [heads, tokens, K]``.
+    """
     C: tl.constexpr = 1 << BITS
     pid = tl.program_id(0)
     local_head = pid % heads
-    n, start, length, before, A, tile0, begin = tile_at(pid // heads, documents, first, N, T, tiles_a_row, P, PACKED)
+    tile = pid // heads
+    n, start, length, before, A, tile0, begin = tile_at(tile, documents, first, N, T, tiles_a_row, P, PACKED)
     if begin >= length:
         return
+    dtype = qs.dtype.element_ty
     groups = H // per_group
     row = tl.arange(0, C)
     valid = row < length - begin
     later = row < length - begin - C
     base = start + begin
     raw = k + (base * groups + (head0 + local_head) // per_group) * K
-    to = (local_head.to(tl.int64) * tokens + base) * K
-    across = tl.zeros([C, C], tl.float32)
-    over = tl.zeros([C, C], tl.float32)
+    line = local_head.to(tl.int64)
+    own = (line * tokens + base) * K
+    next_ = own + C * K
+    Y = tl.zeros([C, C], tl.float32)
+    X = tl.zeros([C, C], tl.float32)
     for first_k in range(0, K, KB):
         column = first_k + tl.arange(0, KB)
-        reader = token_rows(qs + to + C * K, row, later, K, column, K)
-        writer = token_rows(ks + to, row, valid, K, column, K)
+        reader = token_rows(qs + next_, row, later, K, column, K)
+        writer = token_rows(ks + own, row, valid, K, column, K)
         key = token_rows(raw + C * groups * K, row, later, groups * K, column, K)
-        across += product(reader, tl.trans(writer), PRECISION)
-        over += product(writer, tl.trans(key), PRECISION)
-    across = across.to(qs.dtype.element_ty)
-    over = over.to(qs.dtype.element_ty)
+        Y += product(reader, tl.trans(writer), PRECISION)
+        X += product(writer, tl.trans(key), PRECISION)
+    Y = Y.to(dtype)
+    X = X.to(dtype)
+    square = (line * tiles + tile) * (C * C) + row[:, None] * C + row[None, :]
+    tl.store(crossing + square, Y)
+    if BACKWARD:
+        tl.store(overlap + square, X)
     for first_k in range(0, K, KB):
         column = first_k + tl.arange(0, KB)
         inner = valid[:, None] & (column < K)[None, :]
         inner_later = later[:, None] & (column < K)[None, :]
         there = row[:, None] * K + column[None, :]
         key = token_rows(raw, row, valid, groups * K, column, K)
-        reader = token_rows(qs + to, row, valid, K, column, K)
-        tl.store(qt + to + there, reader, mask=inner)
-        reader = token_rows(qs + to + C * K, row, later, K, column, K).to(tl.float32) - product(across, key, PRECISION)
-        tl.store(qt + to + C * K + there, reader.to(qt.dtype.element_ty), mask=inner_later)
-        writer = token_rows(ks + to + C * K, row, later, K, column, K)
-        tl.store(kt + to + C * K + there, writer, mask=inner_later)
-        writer = token_rows(ks + to, row, valid, K, column, K).to(tl.float32) - product(over, writer, PRECISION)
-        tl.store(kt + to + there, writer.to(kt.dtype.element_ty), mask=inner)
+        reader = token_rows(qs + next_, row, later, K, column, K)
+        joined = reader.to(tl.float32) - product(Y, key, PRECISION)
+        tl.debug_barrier()  # all have read what is overwritten
+        if BACKWARD:
+            tl.store(chunks + next_ + there, reader, mask=inner_later)
+        tl.store(qs + next_ + there, joined.to(dtype), mask=inner_later)
+        writer_next = token_rows(ks + next_, row, later, K, column, K)
+        writer = token_rows(ks + own, row, valid, K, column, K)
+        joined = writer.to(tl.float32) - product(X, writer_next, PRECISION)
+        tl.debug_barrier()
+        if BACKWARD:
+            tl.store(chunks + own + there, writer, mask=inner)
+        tl.store(ks + own + there, joined.to(dtype), mask=inner)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def leaves(
-    k, v, kt, cums, totals, nodes, changes,
+    k, v, ks, cums, totals, nodes, changes,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, P: tl.constexpr,
     R: tl.constexpr, PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, PRECISION: tl.constexpr,
@@ -218,7 +235,7 @@ def leaves(
         for c in tl.static_range(1 << P):
             valid = row < length - begin - c * 64
             base = start + begin + c * 64
-            writer = token_rows(kt + (at + c * 64) * K, row, valid, K, rk, K)
+            writer = token_rows(ks + (at + c * 64) * K, row, valid, K, rk, K)
             value = token_rows(v + (base * H + head) * V, row, valid, H * V, rv, V)
             edge = decay(total - tl.load(cums + at + c * 64 + row, mask=valid, other=0.0))
             acc += product(tl.trans(writer), (value * edge[:, None]).to(writer.dtype), PRECISION)
@@ -230,7 +247,7 @@ def leaves(
         for c in tl.static_range(1 << P):
             valid = row < length - begin - c * 64
             base = start + begin + c * 64
-            writer = token_rows(kt + (at + c * 64) * K, row, valid, K, rk, K)
+            writer = token_rows(ks + (at + c * 64) * K, row, valid, K, rk, K)
             key = token_rows(k + (base * groups + head // per_group) * K, row, valid, groups * K, rb, K)
             acc -= product(tl.trans(writer), key, PRECISION)
         inner = (rk[:, None] < K) & (rb[None, :] < K)

@@ -66,71 +66,71 @@ def changes_back(
 
 @triton.jit(do_not_specialize=[*VARYING, "slots"])
 def columns_back(
-    k, v, kt, cums, totals, changes, dnodes, after, dkt, dk_part, dv, column_gates,
+    k, v, ks, cums, totals, changes, dnodes, after, dks, dk_part, dv, gates,
     documents, first, N, T, tiles_a_row, tiles, tokens, heads, head0, H, per_group, slots,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, KB: tl.constexpr, P: tl.constexpr,
     R: tl.constexpr, PACKED: tl.constexpr, LOGLINEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk and head: ``dkt, dk_part [heads, tokens, K]`` and ``dv [tokens, H, V]`` of what reaches a
-    token from behind its tile; ``column_gates [heads, tokens]``: ``<v_s, dv_s>`` of these."""
-    C: tl.constexpr = 1 << BITS
+    """One program a tile, head and block of values or of keys: ``dks, dk_part [heads, tokens, K]`` and ``dv [tokens, H,
+    V]`` of what reaches a token from behind its tile; ``<v_s, dv_s>`` of these goes to ``gates [4 + NV, heads,
+    tokens]``, from its fourth line on, one for each block of values."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    NK: tl.constexpr = (K + KB - 1) // KB
     pid = tl.program_id(0)
-    local_head = pid % heads
-    chunk = pid // heads
-    tile = chunk >> P
-    sub = chunk & ((1 << P) - 1)
+    part = pid % (NV + NK)
+    local_head = (pid // (NV + NK)) % heads
+    tile = pid // ((NV + NK) * heads)
     n, start, length, before, A, tile0, begin = tile_at(tile, documents, first, N, T, tiles_a_row, P, PACKED)
-    # Of the log-linear form, a tile that is not whole has no state: zeros come of it.
-    there = (begin + R <= length) | (not LOGLINEAR)
-    begin += sub * C
     if begin >= length:
         return
+    # Of the log-linear form, a tile that is not whole has no state: zeros come of it.
+    there = (begin + R <= length) | (not LOGLINEAR)
     head = head0 + local_head
     groups = H // per_group
     line = local_head.to(tl.int64)
-    row = tl.arange(0, C)
+    row = tl.arange(0, R)
     valid = row < length - begin
     base = start + begin
     at = line * tokens + base
-    stride = groups * K
-    keys = k + (base * groups + head // per_group) * K
     values = v + (base * H + head) * V
-    dM = changes + (line * tiles + tile) * (K * K)
     if LOGLINEAR:
         D_own = dnodes + (line * tiles + tile) * (K * V)
     else:  # the state behind a tile has its own added
         D_own = after + (line * slots + tile) * (K * V)
     edge = decay(tl.load(totals + line * tiles + tile) - tl.load(cums + at + row, mask=valid, other=0.0))
-    for first_k in range(0, K, KB):
-        column = first_k + tl.arange(0, KB)
-        dwriter = tl.zeros([C, KB], tl.float32)
-        dkey = tl.zeros([C, KB], tl.float32)
+    if part < NV:
+        rv = part * BV + tl.arange(0, BV)
+        back = tl.zeros([R, BV], tl.float32)
+        for first_k in range(0, K, KB):
+            column = first_k + tl.arange(0, KB)
+            writer = token_rows(ks + at * K, row, valid, K, column, K)
+            back += product(writer, token_rows(D_own, column, (column < K) & there, V, rv, V), PRECISION)
+        back *= edge[:, None]
+        through = tl.sum(token_rows(values, row, valid, H * V, rv, V) * back, 1)
+        tl.store(gates + (4 + part) * heads.to(tl.int64) * tokens + at + row, through, mask=valid)
+        outputs = dv + (base * H + head) * V + row[:, None] * (H * V) + rv[None, :]
+        tl.store(outputs, back.to(dv.dtype.element_ty), mask=valid[:, None] & (rv[None, :] < V))
+    else:
+        column = (part - NV) * KB + tl.arange(0, KB)
+        to = at * K + row[:, None] * K + column[None, :]
+        inner = valid[:, None] & (column < K)[None, :]
+        keys = k + (base * groups + head // per_group) * K
+        dM = changes + (line * tiles + tile) * (K * K)
+        dwriter = tl.zeros([R, KB], tl.float32)
         for first_b in range(0, K, KB):
             rb = first_b + tl.arange(0, KB)
-            key = token_rows(keys, row, valid, stride, rb, K)
+            key = token_rows(keys, row, valid, groups * K, rb, K)
             dwriter -= product(key, tl.trans(token_rows(dM, column, (column < K) & there, K, rb, K)), PRECISION)
-            writer = token_rows(kt + at * K, row, valid, K, rb, K)
-            dkey -= product(writer, token_rows(dM, rb, (rb < K) & there, K, column, K), PRECISION)
         for first_v in range(0, V, BV):
             rv = first_v + tl.arange(0, BV)
             value = token_rows(values, row, valid, H * V, rv, V)
             value = (value * edge[:, None]).to(value.dtype)
             D = token_rows(D_own, column, (column < K) & there, V, rv, V)
             dwriter += product(value, tl.trans(D), PRECISION)
-        to = at * K + row[:, None] * K + column[None, :]
-        inner = valid[:, None] & (column < K)[None, :]
-        tl.store(dkt + to, dwriter.to(dkt.dtype.element_ty), mask=inner)
+        tl.store(dks + to, dwriter.to(dks.dtype.element_ty), mask=inner)
+        dkey = tl.zeros([R, KB], tl.float32)
+        for first_b in range(0, K, KB):
+            rb = first_b + tl.arange(0, KB)
+            writer = token_rows(ks + at * K, row, valid, K, rb, K)
+            dkey -= product(writer, token_rows(dM, rb, (rb < K) & there, K, column, K), PRECISION)
         tl.store(dk_part + to, dkey.to(dk_part.dtype.element_ty), mask=inner)
-    gates = tl.zeros([C], tl.float32)
-    for first_v in range(0, V, BV):
-        rv = first_v + tl.arange(0, BV)
-        back = tl.zeros([C, BV], tl.float32)
-        for first_k in range(0, K, KB):
-            column = first_k + tl.arange(0, KB)
-            writer = token_rows(kt + at * K, row, valid, K, column, K)
-            back += product(writer, token_rows(D_own, column, (column < K) & there, V, rv, V), PRECISION)
-        back *= edge[:, None]
-        gates += tl.sum(token_rows(values, row, valid, H * V, rv, V) * back, 1)
-        to = dv + (base * H + head) * V + row[:, None] * (H * V) + rv[None, :]
-        tl.store(to, back.to(dv.dtype.element_ty), mask=valid[:, None] & (rv[None, :] < V))
-    tl.store(column_gates + at + row, gates, mask=valid)
