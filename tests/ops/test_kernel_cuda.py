@@ -182,7 +182,7 @@ def test_compiled_ahead(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: compiled.append(fn.name))
     monkeypatch.setattr(check, "ensure", lambda *_: None)
-    given, exact = both(inputs(family, 300, K=40, V=24))
+    given, exact = both(inputs(family, 300, K=48, V=16))
     tensors, exact_tensors = leaves(given), leaves(exact)
     # In this thread, because the backward pass must not run either.
     with torch.autograd.set_multithreading_enabled(False), launch.compiling_ahead():

@@ -137,18 +137,32 @@ def group_scales(lams, rest, lowest, stride, row, valid, L):
 
 
 @triton.jit
+def doubled(T, N, row, bit: tl.constexpr, PRECISION: tl.constexpr):
+    """From the inverses ``T`` of blocks of ``2**bit`` on the diagonal to those of twice the size: ``T - T X T``, where
+    ``X`` is what ``N`` has inside the large blocks but outside the small ones."""
+    # By blocks' numbers, other ones for each size: a square of their differences would stay in registers.
+    number = row >> bit
+    X = tl.where((number[:, None] ^ number[None, :]) == 1, N, 0.0)
+    return T - product(product(T, X, PRECISION), T, PRECISION)
+
+
+@triton.jit
 def unit_inverse(N, BITS: tl.constexpr, PRECISION: tl.constexpr):
     """``(I + N)^-1`` of a strictly lower triangular ``N [C, C]``, by doubling the blocks on the diagonal.
 
-    Of blocks of ``2s``, with ``T`` the inverses of blocks of ``s``: ``T - T X T``, where ``X`` is what ``N`` has inside
-    blocks of ``2s`` but outside blocks of ``s``. As stable as substitution: no power of ``N`` is formed, which at
-    repeated keys grows to 1e18 before it cancels.
+    As stable as substitution: no power of ``N`` is formed, which at repeated keys grows to 1e18 before it cancels.
+    Blocks up to 16 are a batch of small products, which wait for nobody; two large steps are left.
     """
-    row = tl.arange(0, 1 << BITS)
+    C: tl.constexpr = 1 << BITS
+    block = tl.arange(0, C // 16)
+    same = (block[:, None] == block[None, :])[:, None, :, None]
+    small = tl.sum(tl.where(same, tl.reshape(N, (C // 16, 16, C // 16, 16)), 0.0), 2)
+    row = tl.arange(0, 16)
     differ = row[:, None] ^ row[None, :]
-    T = tl.where(differ == 0, 1.0, tl.where(differ == 1, -N, 0.0))
-    for bit in tl.static_range(1, BITS):
-        # Blocks' numbers, other ones for each size: a square of their differences would stay in registers.
-        X = tl.where(((row >> bit)[:, None] ^ (row >> bit)[None, :]) == 1, N, 0.0)
-        T -= product(product(T, X, PRECISION), T, PRECISION)
+    T = tl.where(differ == 0, 1.0, tl.where(differ == 1, -small, 0.0))
+    for bit in tl.static_range(1, 4):
+        T = doubled(T, small, row, bit, PRECISION)
+    T = tl.reshape(tl.where(same, T[:, :, None, :], 0.0), (C, C))
+    for bit in tl.static_range(4, BITS):
+        T = doubled(T, N, tl.arange(0, C), bit, PRECISION)
     return T

@@ -323,9 +323,9 @@ def finish(
 
     ``passing [heads, tiles, slices]``: sums of ``carry``, one slice, or of ``scan``, a slice each of its programs.
 
-    ``dg_t`` sums over all pairs ``s < t <= u`` what the write at ``s`` adds through the read at ``u``. ``gates``
-    ``[4 + OUTWARD, heads, tokens]`` are two of ``inside``, one of ``pairs``, then rows between tiles and columns between
-    tiles, in so many parts:
+    ``dg_t`` sums over all pairs ``s < t <= u`` what the write at ``s`` adds through the read at ``u``. ``gates [4 +
+    OUTWARD, heads, tokens]`` are two of ``inside``, one of ``pairs``, then rows between tiles and, in so many parts,
+    columns between tiles:
 
         passing                                 both outside the tile
         + sum_{u >= t} between rows             s before the tile

@@ -126,11 +126,21 @@ def block_of(x, a, rv, K: tl.constexpr, V: tl.constexpr, CB: tl.constexpr):
 
 
 @triton.jit
-def load_state(x, there, rv, K: tl.constexpr, V: tl.constexpr, CB: tl.constexpr):
+def load_rounded(x, there, rv, K: tl.constexpr, V: tl.constexpr, CB: tl.constexpr):
+    """As it is stored, which takes fewer registers."""
     S = ()
     for a in tl.static_range((K + CB - 1) // CB):
         at, inner = block_of(x, a, rv, K, V, CB)
-        S = S + (tl.load(at, mask=inner & there, other=0.0).to(tl.float32),)
+        S = S + (tl.load(at, mask=inner & there, other=0.0),)
+    return S
+
+
+@triton.jit
+def load_state(x, there, rv, K: tl.constexpr, V: tl.constexpr, CB: tl.constexpr):
+    rounded = load_rounded(x, there, rv, K, V, CB)
+    S = ()
+    for a in tl.static_range((K + CB - 1) // CB):
+        S = S + (rounded[a].to(tl.float32),)
     return S
 
 
@@ -291,12 +301,21 @@ def ebb_child(
             D = sum_states(D, load_state(dlevels + row, not complete, rv, K, V, CB), K, CB)
     else:
         D = load_state(dlevels + row if STATE else changes, STATE, rv, K, V, CB)
+    # E is loaded by the threads that store D there (one layout for both), and a step ahead: no product waits for it.
+    AHEAD: tl.constexpr = K * after.dtype.element_ty.primitive_bitwidth <= 2048  # else there are too few registers
+    slot = slot_at(hi - 1, level, tile0, n, before, seen_first, tiles_a_row, PACKED, LOGLINEAR)
+    if AHEAD:
+        E_next = load_rounded(after + (line * slots + slot) * (K * V), lo < hi, rv, K, V, CB)
     for step in range(hi - lo):
         A = hi - 1 - step
         passes = A < whole
-        slot = slot_at(A, level, tile0, n, before, seen_first, tiles_a_row, PACKED, LOGLINEAR)
         place = after + (line * slots + slot) * (K * V)
-        E = load_state(place, True, rv, K, V, CB)  # by the threads that store D there: one layout for both
+        slot = slot_at(A - 1, level, tile0, n, before, seen_first, tiles_a_row, PACKED, LOGLINEAR)
+        if AHEAD:
+            E = E_next
+            E_next = load_rounded(after + (line * slots + slot) * (K * V), A > lo, rv, K, V, CB)
+        else:
+            E = load_rounded(place, True, rv, K, V, CB)
         total = tl.load(totals + tile_line + A, mask=passes, other=0.0)
         M = load_change(changes + (tile_line + A) * (K * K), passes, K, CB, True)
         new = passed(D, M, total, K, CB, PRECISION)

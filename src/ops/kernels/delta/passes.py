@@ -65,16 +65,11 @@ class Pass:
         self.run(states.prepare, self.tiles, **whole)
         self.run(solve.solve, self.chunks, stages=1, registers=sizes.at_most(168))
         if sizes.plan.pair:
-            self.run(solve.join, self.tiles, stages=1)
+            self.run(solve.join, self.tiles, registers=sizes.at_most(168))
         if not sizes.more:
             return
         programs = self.tiles * (sizes.value_blocks + sizes.key_blocks)
-        self.run(
-            solve.leaves,
-            programs,
-            warps=sizes.plan.state_warps,
-            registers=sizes.at_most(128 if sizes.plan.state_warps == 8 else 168),
-        )
+        self.run(solve.leaves, programs, warps=sizes.plan.state_warps, registers=sizes.of_states)
         state = {"levels": levels, "STATE": levels is not None, "ROOTS": given["roots"] is not None}
         for step in sizes.steps:
             self._chain(chain.follow, *step, **state)
@@ -107,8 +102,8 @@ class Pass:
         if sizes.plan.pair:
             for name in ("crossing", "overlap"):
                 self.given[f"d{name}"] = torch.empty_like(self.given[name])
-            self.run(inside.squares_back, self.tiles, stages=1)
-            self.run(inside.across, self.tiles * sizes.key_blocks, stages=1)
+            self.run(inside.squares_back, self.tiles, stages=3)
+            self.run(inside.across, self.tiles * sizes.key_blocks, stages=3)
         self.given["dattention"] = torch.empty_like(self.given["attention"])
         self.run(inside.attention_back, self.chunks, OUTER=bool(outer), stages=3, registers=sizes.at_most(168))
         self.run(inside.solve_back, self.chunks, OUTER=bool(outer), stages=1)
@@ -121,10 +116,11 @@ class Pass:
         given["dnodes"] = torch.zeros_like(given["nodes"]) if sizes.loglinear else None
         given["passing"] = self.new(self.heads, sizes.layout.tiles, given["slices"])
         state = {"dlevels": dlevels, "STATE": dlevels is not None, "ROOTS": given["roots"] is not None}
-        self.run(read.reads_back, self.tiles * sizes.value_blocks, warps=plan.state_warps, stages=1)
+        blocks = self.tiles * sizes.value_blocks
+        self.run(read.reads_back, blocks, warps=plan.state_warps, registers=sizes.of_states)
         for step in reversed(sizes.steps):
             self._chain(chain.ebb, *step, **state)
         self.run(read.rows, self.chunks, row_gates=gates[3], warps=plan.state_warps, stages=3)
         self.run(write.changes_back, self.tiles * sizes.key_blocks, warps=plan.state_warps, stages=3)
-        blocks = sizes.value_blocks + sizes.key_blocks
-        self.run(write.columns_back, self.tiles * blocks, warps=sizes.tile_warps, stages=3)
+        blocks = self.tiles * (sizes.value_blocks + sizes.key_blocks)
+        self.run(write.columns_back, blocks, stages=3, registers=sizes.at_most(168))

@@ -81,25 +81,27 @@ class Sizes:
             "LOGLINEAR": self.loglinear, "MORE": self.more, "PRECISION": plan.precision,
         }  # fmt: skip
 
-    @property
-    def tile_warps(self) -> int:
-        """Of a program that has 64 columns of a tile's tokens."""
-        return 8 if self.plan.pair else 4
-
     def at_most(self, registers: int) -> int | None:
         """A bound for a thread's registers, so that more programs run at a time: of bf16 kernels, where it was
         measured."""
         return None if self.dtype == torch.float32 else registers
 
+    @property
+    def of_states(self) -> int | None:
+        """Registers of programs that have a state's block of columns in them."""
+        return self.at_most(128 if self.plan.state_warps == 8 else 168)
+
     def _bytes_a_token(self, backward: bool) -> float:
         """Scratch of one head."""
         K, V, tile = self.K, self.V, self.plan.tile
-        vectors = K * (2 + (3 + self.plan.pair if backward else 0)) + CHUNK_SIZE * (2 if backward else 1)
+        vectors = K * (2 + (3 + self.plan.pair if backward else 0))
+        vectors += CHUNK_SIZE * (2 if backward else 1)
         squares = self.plan.pair * CHUNK_SIZE // 2 * (4 if backward else 1)
         inverse = 4 * CHUNK_SIZE if backward else 0
         states = (K * V * (2 if backward else 1) + K * K) / tile
         seen = K * V * self.slots / self.layout.tokens * (2 if backward else 1)
-        return self.dtype.itemsize * (vectors + squares + states + seen) + inverse + 4 * (2 * self.L + 8 + self.value_blocks)
+        gates = 4 * (2 * self.L + 8 + self.value_blocks)
+        return self.dtype.itemsize * (vectors + squares + states + seen) + inverse + gates
 
 
 def bits_below(x: int) -> int:

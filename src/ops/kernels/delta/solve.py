@@ -8,12 +8,12 @@ Notation of ``src/ops/chunked.py``. Of a chunk of 64 tokens, ``solve`` makes
 Of a tile of two chunks, ``join`` makes the same for its 128 tokens, from products of 64 x 64 alone: queries of the
 second chunk see states through the first one, keys of the first are written through the second,
 
-    q~_2' = q~_2 - (q~_2 k~_1^T) k_1 ,     k~_1' = k~_1 - (k~_1 k_2^T) k~_2 ,
+    q~_2' = q~_2 - Y k_1 ,     k~_1' = k~_1 - X k~_2 ,     Y = q~_2 k~_1^T ,     X = k~_1 k_2^T ,
 
-in their places. ``q~_2 k~_1^T`` is what attends from the second chunk to the first. ``leaves`` makes a tile's own state and what
+in their places. ``Y`` is what attends from the second chunk to the first. ``leaves`` makes a tile's own state and what
 it does to states before it, ``S -> exp(G_R) (S + M S)``:
 
-    leaf = sum_s exp(G_R - G_s) k~'_s v_s^T ,     M = -k~'^T k .
+    leaf = sum_s exp(G_R - G_s) k~_s v_s^T ,     M = -k~^T k .
 
 ``M`` and not ``I + M`` is kept: rounded to bf16, it errs by a part of what changes, not of what stays.
 """
@@ -144,8 +144,8 @@ def join(
 ):  # fmt: skip
     """One program a tile of two chunks and head: ``qs, ks`` of chunks become those of the tile.
 
-    ``crossing [heads, tiles, C, C]``: ``q~_2 k~_1^T``. With BACKWARD, also ``overlap``: ``k~_1 k_2^T``, and what was in
-    the places that change, ``k~_1`` and ``q~_2``, in ``chunks [heads, tokens, K]``.
+    ``crossing [heads, tiles, C, C]``: Y. With BACKWARD, also ``overlap``: X, and what was in the places that change,
+    ``k~_1`` and ``q~_2``, in ``chunks [heads, tokens, K]``.
     """
     C: tl.constexpr = 1 << BITS
     pid = tl.program_id(0)
