@@ -89,9 +89,11 @@ def test_from_an_empty_state_over_a_boundary(family: str, seed: int) -> None:
     _, state = prefilled(family, [1], H=1, L=8)
     state = state.reset([0]).for_decoding(67)
     whole = parallel(**arguments, scale=SCALE)
+    size = whole.norm() / 67**0.5  # of an ordinary token: in one of many draws the first one's q . k is nearly 0
     for t in range(67):
         o, state = step(to(part(arguments, t, t + 1), DEVICE, torch.float32), state)
-        assert_close(o.cpu(), whole[:, t : t + 1], 1e-5, f"token {t}")
+        error = float((o.cpu() - whole[:, t : t + 1]).norm() / size)
+        assert error <= 1e-5, f"token {t}: error {error:.2e}"
     given = to(arguments, DEVICE, torch.float32)
     assert_same_state(state, operator(family)(**given, return_state=True, backend="torch")[1])
 

@@ -170,6 +170,7 @@ def test_heads_of_a_group(
 
 OUTSIDE = {"ssd": {"prepare: a store outside", "output: a load outside"}}
 OUTSIDE["gated_delta_rule"] = OUTSIDE["ssd"] | {"solve: a store outside"}
+OUTSIDE["gated_delta_rule"] |= {"join: a load outside", "join: a store outside"}
 
 
 @ONE_KIND
