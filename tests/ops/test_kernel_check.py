@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import re
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -336,12 +337,12 @@ def test_compiled_ahead(monkeypatch: pytest.MonkeyPatch, distrust: set[tuple]) -
             self.loaded = 0
 
         def warmup(self, *arguments, grid: tuple, **options) -> SimpleNamespace:
-            key = grid, arguments, options
-            self.compiled.append(key)
+            self.compiled.append((grid, arguments, options))
             return SimpleNamespace(result=lambda ignore_errors: None if self.fails and ignore_errors else self)
 
         @property
         def run(self) -> None:
+            assert threading.current_thread() is threading.main_thread()
             self.loaded += 1
 
     class Mode(contextlib.nullcontext):
@@ -354,7 +355,6 @@ def test_compiled_ahead(monkeypatch: pytest.MonkeyPatch, distrust: set[tuple]) -
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch.triton, "AsyncCompileMode", Mode)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     right, wrong = Warm(False), Warm(True)
     given = {"x": torch.zeros(100), "y": None, "n": 5, "SIZE": 16}
     with launch.compiling_ahead():

@@ -7,10 +7,10 @@ tensors there are, of which dtype, at which alignment (no integer is specialised
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import itemgetter
 
@@ -42,7 +42,7 @@ THREADS = 8
 """That compile at most, side by side. Most of it happens outside Python and its lock."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Inside, :func:`launch` runs nothing; what it was asked for is compiled and loaded when the block ends.
 
@@ -58,8 +58,7 @@ def compiling_ahead() -> Iterator[None]:
         with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
             with triton.AsyncCompileMode(pool, ignore_errors=True):
                 yield
-            device = torch.cuda.current_device()
-            list(pool.map(lambda kernel: _load(kernel, device), made))
+            _load(made, pool)
     finally:
         _ahead.reset(before)
 
@@ -68,13 +67,22 @@ def is_compiling_ahead() -> bool:
     return _ahead.get() is not None
 
 
-def _load(kernel, device: int) -> None:
-    """Onto the device, with the launcher that some versions of Triton compile for each kernel."""
-    if hasattr(kernel, "result"):  # compiled in another thread
-        kernel = kernel.result(ignore_errors=True)
-    if kernel is not None:
-        with torch.cuda.device(device):  # each thread has one of its own
-            _ = kernel.run
+def _load(made: list, pool: ThreadPoolExecutor) -> None:
+    """Kernels onto the device, with the launchers in C that some versions of Triton compile for them.
+
+    Those are compiled side by side, but loaded in this thread, from Triton's cache on disk. They are modules of one
+    name, and in two threads at a time one has got the other's function.
+    """
+    finished = [kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel for kernel in made]
+    kernels = [kernel for kernel in finished if kernel is not None]
+
+    def launcher(kernel) -> None:
+        with contextlib.suppress(Exception):  # if it is one that matters, loading raises it
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+    list(pool.map(launcher, kernels))
+    for kernel in kernels:
+        _ = kernel.run
 
 
 def launch(kernel, programs: int, arguments: dict, *, warps: int, stages: int, registers: int | None = None) -> None:
