@@ -11,6 +11,7 @@ from typing import Any
 
 from src.errors import UserError
 from src.files import write_text
+from tools.bench_measure import BOTH
 
 Report = dict[str, Any]
 DECODE, FIRST_STEP = "one token", "first step"
@@ -64,6 +65,7 @@ def read(files: list[Path]) -> list[Report]:
             one[part] = list(rows.values())
         one["asked"] += report["asked"]
         ran = {row["candidate"] for row in one["rows"]}
+        ran |= {f"{row['candidate']} backward" for row in one["rows"] if row["what"] == BOTH}
         one["left_out"] = {k: v for k, v in {**one["left_out"], **report["left_out"]}.items() if k not in ran}
     return list(merged.values())
 

@@ -168,6 +168,8 @@ def first_steps(chosen: list[Candidate], setup: Setup, T: int) -> list[Row]:
     options += ["--dtype", setup.dtype, "--device", setup.device]
     rows = []
     for candidate in chosen:
+        if candidate.forward_only:
+            continue
         command = ["-m", "tools.bench", setup.family, *options, "--once", candidate.name]
         rows.append({"what": candidate.name, "T": T, **fresh(command, printed=True)})
     mixer = "loglinear_mamba2" if setup.family == "ssd" else "loglinear_gdn"

@@ -35,8 +35,9 @@ PARTS = ("operator", "dtype", "kind")
 
 
 def attempt(work: tuple[Case, int]) -> tuple[Case, dict[str, float] | str]:
-    if count := torch.cuda.device_count():
-        torch.cuda.set_device(os.getpid() % count)
+    number = multiprocessing.current_process().name.rpartition("-")[2]  # among the processes of the pool
+    if number.isdigit() and torch.cuda.is_available():
+        torch.cuda.set_device(int(number) % torch.cuda.device_count())
     try:
         return work[0], errors(*work, draws=DRAWS)
     except Exception as error:  # one configuration that fails must not hide the others

@@ -246,6 +246,8 @@ MISTAKES: dict[str, tuple[str, str, Callable[[Tensor, dict], Tensor], str]] = {
     "M instead of its transpose": ("ebb", "changes", transposed, "k"),
     "scales of another level": ("rows", "columns", lambda x, a: x.roll(1, 1), "q"),
     "keys of a tile's second chunk": ("across", "k", lambda x, a: 0 * x, "beta"),
+    "nothing from the second chunk to the first": ("squares_back", "crossing", lambda x, a: 0 * x, "v"),
+    "dM transposed": ("columns_back", "changes", transposed, "k"),
     "an inverse that is none": ("solve_back", "inverse", lambda x, a: torch.ones_like(x).tril(), "beta"),
     "no gates over tiles": ("finish", "passing", lambda x, a: 0 * x, "g"),
 }
@@ -256,7 +258,7 @@ MISTAKES: dict[str, tuple[str, str, Callable[[Tensor, dict], Tensor], str]] = {
 def test_mistakes_show(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one kernel, against fp64: far out of bounds, and in what it must show."""
     kernel, name, wrong, shown = MISTAKES[mistake]
-    plan_of(monkeypatch, int(kernel in ("join", "across")), 16)
+    plan_of(monkeypatch, int(kernel in ("join", "squares_back", "across")), 16)
     made: set[str] = set()
 
     def launched(one, programs: int, arguments: dict, **options) -> None:
@@ -374,12 +376,53 @@ def test_compiled_ahead(monkeypatch: pytest.MonkeyPatch, distrust: set[tuple]) -
         check.ensure(("a kind",), lambda: {"output": 9.9}, torch.float32)
 
 
+def test_an_interrupt_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which Triton would hand all later compilations to threads that have ended."""
+    active = launch.triton.runtime._async_compile.active_mode
+
+    class Interrupted(contextlib.nullcontext):
+        def __init__(self, *_, **options: object) -> None:
+            super().__init__()
+
+        def __enter__(self) -> None:
+            active.set(self)
+
+        def __exit__(self, *_) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch.triton, "AsyncCompileMode", Interrupted)
+    with contextlib.suppress(KeyboardInterrupt), launch.compiling_ahead():
+        pass
+    assert active.get() is None
+    assert not launch.is_compiling_ahead()
+
+
+def test_compiled_ahead_for_the_device_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the current one."""
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def enter(name: str):
+        entered.append(name)
+        yield
+        entered.append(f"end of {name}")
+
+    problem = check.problem(10, 16, 16, None, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: enter("device") if x is problem["v"] else None)
+    monkeypatch.setattr(check, "compiling_ahead", lambda: enter("compiling"))
+    check.errors(problem, None, lambda x: x["v"], None)
+    assert entered == ["device", "compiling", "end of compiling", "end of device"]
+
+
 def test_nothing_runs_while_compiling_ahead() -> None:
     """In the interpreter too, so that the self-check is the same there; an error ends it."""
     given = both(inputs("loglinear_gated_delta_rule", 70))[0]
     with launch.compiling_ahead():
         launch.launch(None, 1, {}, warps=4, stages=2)
-        run("loglinear_gated_delta_rule", given)
+        with launch.compiling_ahead():
+            run("loglinear_gated_delta_rule", given)
+        assert launch.is_compiling_ahead()
     with contextlib.suppress(ZeroDivisionError), launch.compiling_ahead():
         raise ZeroDivisionError
     assert not launch.is_compiling_ahead()

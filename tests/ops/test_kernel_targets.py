@@ -27,7 +27,7 @@ KERNELS = {
     "delta": kernel_names(*OF_DELTA) | {"states.prepare", "within.finish"},
     "step": {f"{module}.{name}" for module in ("decode", "decode_delta") for name in ("_linear", "_loglinear")},
 }
-OF_PAIRS = {"within.pairs", "delta.solve.join", "delta.inside.across"}
+OF_PAIRS = {"within.pairs", "delta.solve.join", "delta.inside.squares_back", "delta.inside.across"}
 
 
 @pytest.mark.parametrize(("dtype", "K", "V", "kinds"), CASES)

@@ -153,7 +153,7 @@ def errors(
     given: dict[str, Tensor], cu_seqlens: Tensor | None, forward: Callable, backward: Callable | None
 ) -> dict[str, float]:
     """Relative errors against fp64 of ``forward(given)`` and, if there is one, ``backward(do, given)``."""
-    with compiling_ahead():
+    with torch.cuda.device_of(given["v"]), compiling_ahead():  # kernels are loaded for the current device
         o = forward(given)
         if backward is not None:
             backward(torch.zeros_like(o), given)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -37,6 +38,7 @@ class _Names:
 _names: dict[int, _Names] = {}
 _compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
 _ahead: ContextVar[list | None] = ContextVar("compiling_ahead", default=None)
+_loading = threading.Lock()
 
 THREADS = 8
 """That compile at most, side by side. Most of it happens outside Python and its lock."""
@@ -44,11 +46,15 @@ THREADS = 8
 
 @contextlib.contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Inside, :func:`launch` runs nothing; what it was asked for is compiled and loaded when the block ends.
+    """Inside, :func:`launch` runs nothing; what it was asked for is compiled when the block ends, and loaded onto the
+    current device. Blocks inside such a block leave it to the outermost.
 
     A kernel takes a core for a second or two, and a training step has some twenty. One that does not compile says so
     when it is launched.
     """
+    if is_compiling_ahead():
+        yield
+        return
     made: list = []
     before = _ahead.set(made)
     try:
@@ -56,8 +62,11 @@ def compiling_ahead() -> Iterator[None]:
             yield
             return
         with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
-            with triton.AsyncCompileMode(pool, ignore_errors=True):
-                yield
+            try:
+                with triton.AsyncCompileMode(pool, ignore_errors=True):
+                    yield
+            finally:  # Triton leaves its mode only after a wait that ended well: an interrupt would be the last of it
+                triton.runtime._async_compile.active_mode.set(None)
             _load(made, pool)
     finally:
         _ahead.reset(before)
@@ -70,19 +79,21 @@ def is_compiling_ahead() -> bool:
 def _load(made: list, pool: ThreadPoolExecutor) -> None:
     """Kernels onto the device, with the launchers in C that some versions of Triton compile for them.
 
-    Those are compiled side by side, but loaded in this thread, from Triton's cache on disk. They are modules of one
-    name, and in two threads at a time one has got the other's function.
+    Those are modules of one name, and of two that are loaded at a time one has got the other's function. So they are
+    compiled side by side into Triton's cache on disk, what was loaded with that is forgotten, and those that count are
+    loaded one by one.
     """
     finished = [kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel for kernel in made]
-    kernels = [kernel for kernel in finished if kernel is not None]
+    kernels = list({id(kernel): kernel for kernel in finished if kernel is not None}.values())
 
     def launcher(kernel) -> None:
         with contextlib.suppress(Exception):  # if it is one that matters, loading raises it
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
     list(pool.map(launcher, kernels))
-    for kernel in kernels:
-        _ = kernel.run
+    with _loading:
+        for kernel in kernels:
+            _ = kernel.run
 
 
 def launch(kernel, programs: int, arguments: dict, *, warps: int, stages: int, registers: int | None = None) -> None:
@@ -120,4 +131,5 @@ def launch(kernel, programs: int, arguments: dict, *, warps: int, stages: int, r
     if ahead is not None:
         ahead.append(kernel.warmup(*names.all(arguments), grid=(programs,), **options))
     else:
-        _compiled[key] = kernel[(programs,)](*names.all(arguments), **options)
+        with _loading:
+            _compiled[key] = kernel[(programs,)](*names.all(arguments), **options)

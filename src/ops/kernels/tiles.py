@@ -151,7 +151,7 @@ def unit_inverse(N, BITS: tl.constexpr, PRECISION: tl.constexpr):
     """``(I + N)^-1`` of a strictly lower triangular ``N [C, C]``, by doubling the blocks on the diagonal.
 
     As stable as substitution: no power of ``N`` is formed, which at repeated keys grows to 1e18 before it cancels.
-    Blocks up to 16 are a batch of small products, which wait for nobody; two large steps are left.
+    Blocks up to 16 are a batch of small products, each a warp's own; two large steps are left.
     """
     C: tl.constexpr = 1 << BITS
     block = tl.arange(0, C // 16)

@@ -73,7 +73,7 @@ def columns_back(
 ):  # fmt: skip
     """One program a tile, head and block of values or of keys: ``dks, dk_part [heads, tokens, K]`` and ``dv [tokens, H,
     V]`` of what reaches a token from behind its tile; ``<v_s, dv_s>`` of these goes to ``gates [4 + NV, heads,
-    tokens]``, from its fourth line on, one for each block of values."""
+    tokens]``, ``gates[4]`` and what follows, one for each block of values."""
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + KB - 1) // KB
     pid = tl.program_id(0)
