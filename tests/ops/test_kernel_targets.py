@@ -43,3 +43,18 @@ def test_compiles_for_hopper(dtype: str, K: int, V: int, kinds: str, tmp_path: P
     expected = set().union(*(KERNELS[kind.removeprefix("all_")] for kind in kinds.split()))
     assert (compiled ^ expected) <= OF_PAIRS, "tiles of two chunks are for some plans only"
     assert [one for one in sizes if one[1] > SHARED] == []
+
+
+def test_compiled_ahead_by_triton(tmp_path: Path) -> None:
+    """All kernels of a step, loaded one by one, and none runs; then all run, and none is compiled."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.ops.compile_ahead"]
+    folder = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ahead, then = map(json.loads, done.stdout.splitlines())
+    kernels = ahead["compiled"]
+    assert kernels > 8
+    assert ahead == {"compiled": kernels, "loaded": kernels, "ran": 0, "threads": 1}
+    assert then == {"compiled": 0, "loaded": 0, "ran": then["ran"], "threads": 0}
+    assert then["ran"] >= kernels
