@@ -23,3 +23,16 @@ def poisoned() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def distrust(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
+    """As in a new process with a GPU: nothing has been checked. Kinds of call that have, as they come."""
+    from src.ops.kernels import check  # here, because it imports Triton
+
+    checked: set[tuple] = set()
+    monkeypatch.setattr(check, "INTERPRETED", False)
+    monkeypatch.setattr(check, "_checked", checked)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return checked

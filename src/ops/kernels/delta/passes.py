@@ -69,7 +69,7 @@ class Pass:
         if not sizes.more:
             return
         programs = self.tiles * (sizes.value_blocks + sizes.key_blocks)
-        self.run(solve.leaves, programs, warps=sizes.plan.state_warps, registers=sizes.of_states)
+        self.run(solve.leaves, programs, warps=sizes.plan.state_warps, registers=sizes.state_registers)
         state = {"levels": levels, "STATE": levels is not None, "ROOTS": given["roots"] is not None}
         for step in sizes.steps:
             self._chain(chain.follow, *step, **state)
@@ -94,7 +94,7 @@ class Pass:
         gates = self.new(4 + (sizes.value_blocks if sizes.more else 0), heads, at.tokens)
         dcolumns = self.new(heads, sizes.L + 2, at.tokens).zero_() if sizes.loglinear else None
         self.given |= {**out, "do": do, "gates": gates, "dcolumns": dcolumns, "passing": None}
-        outer = sizes.more or sizes.plan.pair  # does anything reach a chunk from outside?
+        outer = bool(sizes.more or sizes.plan.pair)  # does anything reach a chunk from outside?
         for name in ("dqs", "dks", "dk_part"):
             self.given[name] = self.new(heads, at.tokens, K, dtype=sizes.dtype) if outer else None
         if sizes.more:
@@ -105,8 +105,8 @@ class Pass:
             self.run(inside.squares_back, self.tiles, stages=3)
             self.run(inside.across, self.tiles * sizes.key_blocks, stages=3)
         self.given["dattention"] = torch.empty_like(self.given["attention"])
-        self.run(inside.attention_back, self.chunks, OUTER=bool(outer), stages=3, registers=sizes.at_most(168))
-        self.run(inside.solve_back, self.chunks, OUTER=bool(outer), stages=1)
+        self.run(inside.attention_back, self.chunks, OUTER=outer, stages=3, registers=sizes.at_most(168))
+        self.run(inside.solve_back, self.chunks, OUTER=outer, stages=1)
         self.run(within.finish, self.tiles, OUTWARD=sizes.value_blocks)
 
     def _between(self, gates: Tensor, dlevels: Tensor | None) -> None:
@@ -117,7 +117,7 @@ class Pass:
         given["passing"] = self.new(self.heads, sizes.layout.tiles, given["slices"])
         state = {"dlevels": dlevels, "STATE": dlevels is not None, "ROOTS": given["roots"] is not None}
         blocks = self.tiles * sizes.value_blocks
-        self.run(read.reads_back, blocks, warps=plan.state_warps, registers=sizes.of_states)
+        self.run(read.reads_back, blocks, warps=plan.state_warps, registers=sizes.state_registers)
         for step in reversed(sizes.steps):
             self._chain(chain.ebb, *step, **state)
         self.run(read.rows, self.chunks, row_gates=gates[3], warps=plan.state_warps, stages=3)

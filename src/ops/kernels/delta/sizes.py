@@ -87,7 +87,7 @@ class Sizes:
         return None if self.dtype == torch.float32 else registers
 
     @property
-    def of_states(self) -> int | None:
+    def state_registers(self) -> int | None:
         """Registers of programs that have a state's block of columns in them."""
         return self.at_most(128 if self.plan.state_warps == 8 else 168)
 
