@@ -1,7 +1,9 @@
 """Validation totals: sums that are exact over unequal batches and over ranks."""
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -86,9 +88,35 @@ class RecallTotals(Metric):
 
 
 def accuracies(kinds: dict[tuple[int, int], tuple[float, int]]) -> dict[str, float]:
-    """`accuracy` over all sequences and `accuracy/pairs_<N>` by number of pairs."""
+    """`accuracy` over all sequences, `accuracy/pairs_<N>` by number of pairs, `accuracy/<T>x<N>` by length too."""
     groups: dict[str, list[tuple[float, int]]] = {}
-    for (_, n_pairs), sums in sorted(kinds.items()):
-        groups.setdefault("accuracy", []).append(sums)
-        groups.setdefault(f"accuracy/pairs_{n_pairs}", []).append(sums)
+    for (seq_len, n_pairs), sums in sorted(kinds.items()):
+        for tag in ("accuracy", f"accuracy/pairs_{n_pairs}", f"accuracy/{seq_len}x{n_pairs}"):
+            groups.setdefault(tag, []).append(sums)
     return {tag: sum(s for s, _ in g) / sum(n for _, n in g) for tag, g in groups.items()}
+
+
+def recall_rows(kinds: dict[tuple[int, int], tuple[float, int]]) -> list[dict[str, Any]]:
+    """The cells as flat rows, for tables and JSON."""
+    return [
+        {"seq_len": seq_len, "n_pairs": n_pairs, "accuracy": total / n, "sequences": n}
+        for (seq_len, n_pairs), (total, n) in sorted(kinds.items())
+    ]
+
+
+def recall_matrix(rows: list[dict[str, Any]]) -> tuple[np.ndarray, list[int], list[int]]:
+    """Accuracy `[lengths, pairs]`, NaN where there is no such cell; the lengths; the numbers of pairs."""
+    lengths, pairs = (sorted({row[key] for row in rows}) for key in ("seq_len", "n_pairs"))
+    matrix = np.full((len(lengths), len(pairs)), np.nan)
+    for row in rows:
+        matrix[lengths.index(row["seq_len"]), pairs.index(row["n_pairs"])] = row["accuracy"]
+    return matrix, lengths, pairs
+
+
+def recall_table(rows: list[dict[str, Any]]) -> str:
+    """Accuracy by sequence length (lines) and number of pairs (columns)."""
+    matrix, lengths, pairs = recall_matrix(rows)
+    lines = ["accuracy, mean over sequences", f"{'tokens / pairs':<14}" + "".join(f"{n:>8}" for n in pairs)]
+    for length, line in zip(lengths, matrix, strict=True):
+        lines.append(f"{length:<14}" + "".join(f"{'' if np.isnan(a) else f'{a:.1%}':>8}" for a in line))
+    return "\n".join(lines)

@@ -152,14 +152,21 @@ class LanguageModel(nn.Module):
         document `[1, N, vocab_size]` (that of an empty document means nothing). The state of N packed
         documents continues as a batch of N rows or as N packed documents.
         """
+        x, state = self.hidden_step(input_ids, state, cu_seqlens)
+        if last_only:
+            x = x[:, -1:] if cu_seqlens is None else x[:, (cu_seqlens[1:].long() - 1).clamp(min=0)]
+        return self.head(x), state
+
+    def hidden_step(
+        self, input_ids: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:
+        """`hidden` after `state`, and the new state."""
         x = self.embedding(input_ids)
         states = []
         for i, block in enumerate(self.blocks):
             x, block_state = block.step(x, None if state is None else state.layers[i], cu_seqlens)
             states.append(block_state)
-        if last_only:
-            x = x[:, -1:] if cu_seqlens is None else x[:, (cu_seqlens[1:].long() - 1).clamp(min=0)]
-        return self.head(self.norm(x)), ModelState.of_layers(states)
+        return self.norm(x), ModelState.of_layers(states)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs a token, the mean over a sequence of `seq_len`; training takes three times that."""

@@ -40,8 +40,9 @@ class LanguageModule(LightningModule):
     [N + 1]` or None, `n_bytes` and `n_words` (of the labelled text) or None, `n_pairs` (recall tasks) or None.
 
     Tags: `train/loss` (the optimizer step's Σ NLL / Σ tokens), `train/lr`, `train/grad_norm` (before
-    clipping), `val/loss`, `val/perplexity` (by token), `val/word_perplexity`, `val/bits_per_byte`,
-    `val/accuracy`, `val/accuracy/pairs_<N>`, the same under `test/`. The x axis is the number of optimizer steps done.
+    clipping), `val/loss`, `val/perplexity` (by token), `val/word_perplexity`, `val/bits_per_byte`, of recall
+    `val/accuracy`, `val/accuracy/pairs_<N>` and `val/accuracy/<T>x<N>`, the same under `test/`. The x axis is the
+    number of optimizer steps done.
     """
 
     def __init__(self, config: dict, vocab_size: int, max_seq_len: int) -> None:
@@ -54,6 +55,8 @@ class LanguageModule(LightningModule):
         """What the untrained model's validation gave."""
         self.validated_step = -1
         """The optimizer step of the last whole validation."""
+        self.recall_kinds: dict[tuple[int, int], tuple[float, int]] = {}
+        """Of the last evaluation, by (length, pairs): the sum of the sequences' accuracies, and the sequences."""
         self.loaded_step = 0
         """Optimizer steps of the checkpoint that this was loaded from."""
 

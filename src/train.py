@@ -25,6 +25,7 @@ from src.data.common.tokenizer import load_tokenizer
 from src.errors import UserError
 from src.generation import Sampling, generate, stream_text
 from src.loggers import CsvLogger, TensorBoard, quiet_lightning
+from src.metrics import recall_rows, recall_table
 from src.module import LanguageModule, check_backend
 from src.options import one_line
 from src.registry import DATA
@@ -211,6 +212,8 @@ def report(module: LanguageModule, trainer: Trainer) -> None:
     if "val/loss" in before:
         fell = before["val/loss"] - after["val/loss"]
         print(f"the validation loss fell by {fell:.4f} nats a token in {trainer.global_step} steps")
+    if len(module.recall_kinds) > 1:
+        print(recall_table(recall_rows(module.recall_kinds)))
     rates = [c.mean for c in trainer.callbacks if isinstance(c, Throughput) and c.mean]
     if rates:
         print(f"{rates[0]:,.0f} tokens/s")

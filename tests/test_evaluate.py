@@ -3,10 +3,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from src import config, generate
 from src.config import run_cli
-from src.evaluate import EvaluateConfig, build_data, evaluate, main, recall_table
+from src.evaluate import evaluate, main
+from src.evaluation import EvaluateConfig, build_data
 from src.module import pick_device
 from tests.training import rows, run, write_corpus
 
@@ -16,20 +18,12 @@ def text_run(tmp_path_factory) -> Path:
     return run(tmp_path_factory.mktemp("evaluate"), "run.name=text", "trainer.val_batches=null", "data.val_rows=null")
 
 
-@pytest.fixture(scope="module")
-def recall_run(tmp_path_factory) -> Path:
-    return run(
-        tmp_path_factory.mktemp("recall"), "run.name=recall", "data=mqar", "data.seq_len=16", "data.n_pairs=2",
-        "data.examples=64", "data.vocab_size=32", "data.val=16:2:8,16:4:8,32:4:8", "trainer.val_batches=null",
-    )  # fmt: skip
-
-
 def test_last_checkpoint_gives_the_last_validation(text_run):
     results = evaluate(EvaluateConfig(run=str(text_run), device="cpu"))
     last = rows(text_run)[-1]
     for name in ("loss", "perplexity", "word_perplexity", "bits_per_byte"):
         assert results[name] == pytest.approx(float(last[f"val/{name}"]), rel=1e-6)
-    saved = json.loads((text_run / "evaluation-val.json").read_text())
+    saved = json.loads((text_run / "evaluation-perplexity-val.json").read_text())
     assert saved["loss"] == results["loss"]
     assert saved["tokens"] > 0
     assert saved["step"] == 6
@@ -55,16 +49,17 @@ def test_rows_at_once_are_those_of_training(tmp_path):
 
 def test_both_perplexities_and_the_token_count_are_printed(text_run, capsys):
     main(EvaluateConfig(run=str(text_run), device="cpu"))
-    lines = {line[:15].strip(): line[15:].strip() for line in capsys.readouterr().out.splitlines()}
-    saved = json.loads((text_run / "evaluation-val.json").read_text())
-    assert lines["perplexity"] == f"{saved['perplexity']:.4f}"
-    assert lines["word perplexity"] == f"{saved['word_perplexity']:.4f}"
-    assert lines["tokens"] == f"{saved['tokens']:,}"
+    names, values = (line.split("  ") for line in capsys.readouterr().out.splitlines()[:2])
+    printed = dict(zip(*([cell.strip() for cell in line if cell.strip()] for line in (names, values)), strict=True))
+    saved = json.loads((text_run / "evaluation-perplexity-val.json").read_text())
+    assert printed["perplexity"] == f"{saved['perplexity']:.4f}"
+    assert printed["word perplexity"] == f"{saved['word_perplexity']:.4f}"
+    assert printed["tokens"] == f"{saved['tokens']:,}"
     assert saved["word_perplexity"] > saved["perplexity"]  # several bytes a word
 
 
 def test_numbers_that_json_does_not_know_are_null(text_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("src.module.LanguageModule._end_of_evaluation", end_with_nan)
+    monkeypatch.setattr("src.evaluation.perplexity.token_losses", lose_everything)
     output = tmp_path / "a.json"
     assert math.isnan(evaluate(EvaluateConfig(run=str(text_run), device="cpu", output=str(output)))["loss"])
 
@@ -74,10 +69,8 @@ def test_numbers_that_json_does_not_know_are_null(text_run, tmp_path, monkeypatc
     assert json.loads(output.read_text(), parse_constant=refuse)["loss"] is None
 
 
-def end_with_nan(self, split):
-    self.evaluated_tokens, self.recall_kinds = 1, {}
-    self.evaluated = {f"{split}/loss": math.nan, f"{split}/perplexity": math.inf}
-    return self.evaluated
+def lose_everything(model, input_ids, labels, cu_seqlens, size):
+    return torch.full(labels.shape, math.nan), labels < 0
 
 
 def test_test_split_and_best_checkpoint(text_run):
@@ -95,24 +88,6 @@ def test_other_text_is_read_with_the_tokenizer_of_the_run(tmp_path):
     assert results["data"]["path"] == [str(other)]
 
 
-def test_recall_by_pairs_and_length(recall_run, capsys):
-    main(EvaluateConfig(run=str(recall_run), device="cpu"))
-    out = capsys.readouterr().out
-    saved = json.loads((recall_run / "evaluation-val.json").read_text())
-    kinds = [(row["seq_len"], row["n_pairs"], row["sequences"]) for row in saved["recall"]]
-    assert kinds == [(16, 2, 8), (16, 4, 8), (32, 4, 8)]
-    assert saved["accuracy"] == pytest.approx(sum(row["accuracy"] for row in saved["recall"]) / 3)
-    assert recall_table(saved["recall"]) in out
-
-
-def test_recall_table():
-    kinds = [(64, 4, 0.5), (64, 8, 0.25), (128, 8, 1.0)]
-    table = recall_table([{"seq_len": t, "n_pairs": n, "accuracy": a} for t, n, a in kinds])
-    assert [line.split() for line in table.splitlines()[1:]] == [
-        ["tokens", "/", "pairs", "4", "8"], ["64", "50.0%", "25.0%"], ["128", "100.0%"]
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,7 +96,17 @@ def test_recall_table():
         (["run={run}", "data.seq_lne=4"], "seq_len"),
         (["run={run}", "data.tokenizer=bytes"], "data.tokenizer"),
         (["run={run}", "device=tpu7"], "device=tpu7"),
-        (["run={run}", "data.name=mqar"], "token ids"),
+        (["run={run}", "data.name=mqar", "task=perplexity"], "token ids"),
+        (["run={run}", "task=mqar"], "was trained on data=text"),
+        (["run={run}", "task=position"], "task=position"),
+        (["run={run}", "lengths=0"], "lengths=[0]"),
+        (["run={run}", "piece=0"], "piece=0"),
+        (["run={run}", "max_tokens=0"], "max_tokens=0"),
+        (["run={run}", "examples=5"], "task=perplexity does not use it"),
+        (["run={run}", "beyond=mean"], "no level scales"),
+        (["run={run}", "task=positions", "lengths=1000000"], "the longest has"),
+        (["run={run}", "task=positions", "lengths=16,32"], "takes one length"),
+        (["run={run}", "lengths=16,32", "data.seq_len=16"], "lengths alone"),
         ([], "run"),
     ],
 )

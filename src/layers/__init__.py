@@ -1,7 +1,7 @@
 """Modules that several mixers share; each says in its docstring what published code it equals."""
 
 from src.layers.decay import init_decay
-from src.layers.level_scales import LevelScales
+from src.layers.level_scales import Beyond, LevelScales
 from src.layers.linear import Embedding, Linear, initialise
 from src.layers.mlp import SwiGLU
 from src.layers.norm import GatedRMSNorm, RMSNorm, l2_normalise, upcast
@@ -9,6 +9,7 @@ from src.layers.rope import apply_rope, token_positions
 from src.layers.short_conv import ShortConvolution
 
 __all__ = [
+    "Beyond",
     "Embedding",
     "GatedRMSNorm",
     "LevelScales",

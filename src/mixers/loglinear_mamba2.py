@@ -1,10 +1,12 @@
 """Log-linear Mamba-2 (Guo et al., 2506.04761): Mamba-2 with O(log T) memories."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from src import ops
-from src.layers import LevelScales
+from src.layers import Beyond, LevelScales
 from src.mixers.mamba2 import Mamba2
 from src.ops import costs
 from src.ops.state import State
@@ -18,9 +20,16 @@ class LogLinearMamba2(Mamba2):
     levels use the last one.
     """
 
-    def __init__(self, config: Mamba2.Config, *, d_model: int, layer_idx: int, n_layers: int, max_seq_len: int) -> None:
+    @dataclass
+    class Config(Mamba2.Config):
+        beyond: Beyond = "last"
+        """Scales of levels beyond the trained length: the last one, the mean, or the last one halved each time."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, d_model: int, layer_idx: int, n_layers: int, max_seq_len: int) -> None:
         super().__init__(config, d_model=d_model, layer_idx=layer_idx, n_layers=n_layers, max_seq_len=max_seq_len)
-        self.level_scales = LevelScales(d_model, self.n_heads, ops.num_levels(max_seq_len))
+        self.level_scales = LevelScales(d_model, self.n_heads, ops.num_levels(max_seq_len), config.beyond)
 
     def recurrence(
         self, x: Tensor, *inputs: Tensor, **call: Tensor | State | bool | str | None

@@ -110,6 +110,11 @@ class Corpus(DataModule):
         if self.n_rows(split) == 0:
             raise UserError(f"data={self.config.name} has no text in its {split} split")
 
+    def stream(self, split: Split) -> Stream:
+        """The split's tokens. After setup(). Raises UserError where it has none."""
+        self._require(split)
+        return self._streams[split]
+
     _streams: dict[str, Stream] | None = None
 
     def _open(self) -> bool:

@@ -1,0 +1,186 @@
+"""Measurements of a trained model: each file of this folder is one choice of `task=` of `python -m src.evaluate`.
+
+A new one is a file with
+
+    USES = {"split", "lengths"}                     # the options below that it looks at, besides the common ones
+
+    def evaluate(trained: Trained) -> Report: ...
+
+and its name in `TASKS`.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import MISSING, dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from src import config, runs
+from src.config import Config
+from src.data import DataModule
+from src.errors import UserError
+from src.layers import LevelScales
+from src.model import LanguageModel
+from src.module import LanguageModule, check_backend, load_module, pick_device
+from src.options import show, type_hints
+from src.registry import DATA, build_options
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TASKS = ("perplexity", "positions", "mqar")
+COMMON = {"run", "task", "checkpoint", "data", "piece", "beyond", "precision", "device", "output", "runs_dir"}
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """Measure a trained model: perplexity, loss by position, associative recall, on its run's data or others."""
+
+    run: str
+    """Name of the run in runs_dir, or the path of its folder."""
+    task: Literal["perplexity", "positions", "mqar"] | None = None
+    """What is measured; null: what the run was trained on (mqar, or else perplexity)."""
+    split: Literal["val", "test"] = "val"
+    """Which part of the data; all of it, not only the batches that training looked at."""
+    lengths: list[int] = field(default_factory=list)
+    """Lengths in tokens. Empty: perplexity the trained one, positions 8 times that, mqar up to 8 times."""
+    max_tokens: int | None = None
+    """Tokens of the split to look at, evenly spread (perplexity, positions); null: all."""
+    examples: int = 1000
+    """Examples of each cell (mqar)."""
+    checkpoint: Literal["last", "best"] = "last"
+    """Which checkpoint of the run: the last, or the one of the lowest validation loss."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Data options that replace the run's, as data.path=… or data.seq_len=…; data.name chooses other data."""
+    beyond: Literal["last", "mean", "decay"] | None = None
+    """Scales of the levels beyond the trained length (log-linear mixers); null: as the run's mixer.beyond."""
+    piece: int | None = None
+    """Tokens in a forward pass, longer rows carry the state on; null: 16384 on a GPU, 4096 on a CPU."""
+    precision: Literal["32-true", "bf16-mixed"] | None = None
+    """Arithmetic; null: as in training."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 or mps; auto: a GPU where there is one."""
+    output: str | None = None
+    """JSON file to write; null: evaluation-<task>-<split>.json in the run folder. The figure stands beside it."""
+    runs_dir: str = "runs"
+    """Folder that holds the runs."""
+
+    def __post_init__(self) -> None:
+        for key in ("max_tokens", "examples", "piece"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise UserError(f"{key}={value}: must be at least 1")
+        for length in self.lengths:
+            if length < 1:
+                raise UserError(f"lengths={show(self.lengths)}: each must be at least 1")
+
+
+@dataclass
+class Report:
+    """What a task found."""
+
+    values: dict[str, Any]
+    """For the JSON file."""
+    table: str
+    """For the terminal."""
+    scalars: dict[str, float] = field(default_factory=dict)
+    """For TensorBoard, at the step of the checkpoint."""
+    curve: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """For TensorBoard, at a step of their own: a length or a position."""
+    figure: "Figure | None" = None
+
+
+@dataclass
+class Trained:
+    """A trained model, and all that a task needs to measure it."""
+
+    options: EvaluateConfig
+    run: Config
+    run_dir: Path
+    module: LanguageModule
+    device: torch.device
+    precision: str
+
+    @property
+    def model(self) -> LanguageModel:
+        return self.module.model
+
+    @property
+    def trained_length(self) -> int:
+        """Tokens of the longest training row: log-linear mixers have level scales for so many."""
+        return self.model.max_seq_len
+
+    @property
+    def piece(self) -> int:
+        """Tokens of a forward pass."""
+        return self.options.piece or (16384 if self.device.type == "cuda" else 4096)
+
+    def arithmetic(self) -> AbstractContextManager:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16-mixed")
+
+    def data(self, **changes: Any) -> DataModule:
+        """The run's data with the options of the call, and further `changes`, set up."""
+        data = build_data(self.run, self.run_dir, {**changes, **self.options.data})
+        if data.vocab_size != self.model.vocab_size:
+            raise UserError(
+                f"data.name={data.config.name} has {data.vocab_size} token ids,"
+                f" the model of run {self.run_dir.name} has {self.model.vocab_size}"
+            )
+        return data
+
+
+def open_run(options: EvaluateConfig) -> Trained:
+    """The run that the options name, its model on the device. Raises UserError."""
+    run_dir = runs.find(options.run, options.runs_dir)
+    device = pick_device(options.device)
+    run = config.load(run_dir)
+    precision = options.precision or run.trainer.precision
+    check_backend(run.mixer, device.type, precision)
+    module = load_module(runs.checkpoint(run_dir, options.checkpoint), device)
+    if options.beyond is not None:
+        scales = [layer for layer in module.modules() if isinstance(layer, LevelScales)]
+        if not scales:
+            raise UserError(f"beyond={options.beyond}: mixer={run.mixer.name} has no level scales")
+        for layer in scales:
+            layer.beyond = options.beyond
+    return Trained(options, run, run_dir, module, device, precision)
+
+
+def task_of(trained: Trained) -> tuple[str, Callable[[Trained], Report]]:
+    """The task's name and function; raises UserError for an option that it would ignore."""
+    options = trained.options
+    own = trained.run.data.name if options.data.get("name") is None else options.data["name"]
+    name = options.task or (own if own in TASKS else "perplexity")
+    module = import_module(f"src.evaluation.{name}")
+    for option in fields(options):
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        value = getattr(options, option.name)
+        if option.name not in COMMON | module.USES and value != default:
+            raise UserError(f"{option.name}={show(value)}: task={name} does not use it")
+    return name, module.evaluate
+
+
+def build_data(run: Config, run_dir: Path, changes: Mapping[str, Any]) -> DataModule:
+    """The data of a run with some options replaced, set up; text keeps the tokenizer that the run saved."""
+    name = changes.get("name", run.data.name)
+    cls = DATA.get(name)
+    known = type_hints(cls.Config)
+    saved = config.asdict(run.data)
+    if name != run.data.name:
+        saved = {"name": name, "seq_len": saved["seq_len"], "batch_size": saved["batch_size"]}
+    if "val_rows" in known:
+        saved["val_rows"] = None
+    tokenizer = run_dir / "tokenizer.json"
+    if tokenizer.is_file() and "tokenizer" in known:
+        if "tokenizer" in changes:
+            raise UserError("data.tokenizer: a trained model keeps the tokenizer of its run")
+        saved["tokenizer"] = str(tokenizer)
+    # As many rows at once as training had room for, unless the call says how many.
+    micro = None if "batch_size" in changes else run.trainer.micro_batch_size
+    data = cls(build_options(cls, {**saved, **changes}, "data"), seed=run.seed, micro_batch_size=micro)
+    data.prepare_data()
+    data.setup("test")
+    return data

@@ -1,0 +1,61 @@
+"""Plain figures without a display: `Figure` of Matplotlib itself, none of pyplot's global state."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+
+def curves(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    title: str,
+    trained_length: int | None = None,
+    steps: bool = False,
+) -> Figure:
+    """Lines over a logarithmic axis of tokens; a dashed line where training ended."""
+    figure = Figure(figsize=(6.4, 4))
+    axes = figure.subplots()
+    for name, (places, values) in series.items():
+        axes.plot(places, values, label=name, marker=None if steps else "o", markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: _tokens(value))
+    if trained_length is not None:
+        axes.axvline(trained_length, color="grey", linestyle="--", linewidth=1)
+        axes.annotate(
+            " trained", (trained_length, 1), xycoords=("data", "axes fraction"), va="top", color="grey", fontsize=8
+        )
+    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.grid(alpha=0.3)
+    if len(series) > 1:
+        axes.legend(fontsize=8)
+    return figure
+
+
+def heat_map(
+    cells: np.ndarray, *, columns: Sequence[object], rows: Sequence[object], x: str, y: str, title: str
+) -> Figure:
+    """Shares from 0 to 1 as coloured cells with their number; NaN stays empty."""
+    figure = Figure(figsize=(1.6 + 0.75 * len(columns), 1.4 + 0.36 * len(rows)))
+    axes = figure.subplots()
+    image = axes.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axes.set_xticks(range(len(columns)), [_label(c) for c in columns])
+    axes.set_yticks(range(len(rows)), [_label(r) for r in rows])
+    for (i, j), value in np.ndenumerate(cells):
+        if not np.isnan(value):
+            axes.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=8)
+    axes.set(xlabel=x, ylabel=y, title=title)
+    figure.colorbar(image, ax=axes)
+    return figure
+
+
+def _label(value: object) -> str:
+    return _tokens(value) if isinstance(value, int) else str(value)
+
+
+def _tokens(value: float) -> str:
+    """4096 as 4K, 1536 as 1536."""
+    number = int(value)
+    return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)

@@ -1,0 +1,53 @@
+"""task=mqar: every cell of length and pairs, beyond the trained lengths too."""
+
+import json
+
+import pytest
+
+from src.config import run_cli
+from src.data.mqar import Kind
+from src.errors import UserError
+from src.evaluate import main
+from src.evaluation import EvaluateConfig
+from src.evaluation.mqar import cells
+from src.metrics import recall_table
+from tests.training import rows, run
+
+
+@pytest.fixture(scope="module")
+def recall_run(tmp_path_factory):
+    return run(
+        tmp_path_factory.mktemp("recall"), "run.name=recall", "data=mqar", "data.seq_len=16", "data.n_pairs=2",
+        "data.examples=64", "data.vocab_size=32", "data.val=16:2:8,16:4:8,32:4:8", "trainer.val_batches=null",
+    )  # fmt: skip
+
+
+def test_cells_of_training_and_beyond(recall_run, capsys):
+    run_cli(main, EvaluateConfig, [f"run={recall_run}", "device=cpu", "examples=12"])
+    out = capsys.readouterr().out
+    saved = json.loads((recall_run / "evaluation-mqar-val.json").read_text())
+    sizes = {(row["seq_len"], row["n_pairs"]): row["sequences"] for row in saved["recall"]}
+    own = {(16, 2): 8, (16, 4): 8, (32, 4): 8}
+    assert sizes == own | {(64, 4): 12, (64, 8): 12, (128, 4): 12, (256, 4): 12}  # 16 and 32 pairs need more keys
+    assert recall_table(saved["recall"]) in out
+    assert (recall_run / "evaluation-mqar-val.png").stat().st_size > 1000
+    last = rows(recall_run)[-1]
+    for row in saved["recall"]:
+        if (row["seq_len"], row["n_pairs"]) in own:  # the same examples as the last validation of training
+            logged = float(last[f"val/accuracy/{row['seq_len']}x{row['n_pairs']}"])
+            assert row["accuracy"] == pytest.approx(logged, abs=1e-6)
+
+
+def test_lengths_that_are_asked_for():
+    own = [Kind(16, 2, 8), Kind(32, 4, 8)]
+    assert cells(own, [8, 64], 5, 100) == [Kind(8, 2, 5), Kind(64, 2, 5), Kind(64, 4, 5)]
+    with pytest.raises(UserError, match="need 8 tokens"):
+        cells(own, [4], 5, 100)
+
+
+def test_table():
+    kinds = [(64, 4, 0.5), (64, 8, 0.25), (128, 8, 1.0)]
+    table = recall_table([{"seq_len": t, "n_pairs": n, "accuracy": a} for t, n, a in kinds])
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["tokens", "/", "pairs", "4", "8"], ["64", "50.0%", "25.0%"], ["128", "100.0%"]
+    ]  # fmt: skip
