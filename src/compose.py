@@ -94,6 +94,8 @@ def resolve(argv: Sequence[str], schema: type, configs: Path) -> Resolved:
     layers.append(Layer("", _nest(flat), choices))
     if groups(schema) and (saved := _saved_layer(layers)):
         layers.insert(-1, saved)
+    elif groups(schema) and (start := _start_layer(layers)):
+        layers.insert(-1, start)
     return resolve_layers(layers, schema, configs)
 
 
@@ -188,13 +190,7 @@ def _experiment(text: str, configs: Path) -> Path:
 
 def _saved_layer(layers: Sequence[Layer]) -> Layer | None:
     """The options that the run to be continued was saved with; None unless `resume=auto` finds it."""
-    resume = name = None
-    parent = "runs"
-    for layer in layers:
-        run = layer.values.get("run")
-        run = run if isinstance(run, Mapping) else {}
-        resume = layer.values.get("resume", resume)
-        name, parent = run.get("name", name), run.get("dir", parent)
+    resume, name, parent = _last(layers, "resume"), _last(layers, "run", "name"), _last(layers, "run", "dir") or "runs"
     if resume != "auto" or not name:
         return None
     path = Path(str(parent)).expanduser() / str(name) / runs.CONFIG_FILE
@@ -202,6 +198,27 @@ def _saved_layer(layers: Sequence[Layer]) -> Layer | None:
         return None
     values = {key: value for key, value in read_yaml(path).items() if key not in ("resume", "run")}
     return Layer(str(path), values)
+
+
+def _start_layer(layers: Sequence[Layer]) -> Layer | None:
+    """Mixer and model of the run that `init_from` names. Raises UserError where there is none."""
+    name = _last(layers, "init_from")
+    if name in (None, "null"):
+        return None
+    path = runs.find(str(name), str(_last(layers, "run", "dir") or "runs")) / runs.CONFIG_FILE
+    values = {key: value for key, value in read_yaml(path).items() if key in ("mixer", "model", "plugins")}
+    return Layer(str(path), values)
+
+
+def _last(layers: Sequence[Layer], *keys: str) -> Any:
+    """The value of a key in the strongest layer that has it; None where none has."""
+    for layer in reversed(layers):
+        value: Any = layer.values
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    return None
 
 
 def _load_plugins(layers: Sequence[Layer], schema: type) -> None:

@@ -4,7 +4,8 @@ Later beats earlier: dataclass defaults < configs/<group>/<choice>.yaml < config
 experiment=<name> < the command line. A preset belongs to the place that chooses it: `trainer=debug` on the
 command line beats what an experiment says about the trainer. Options that an experiment gives to one mixer
 (or data module) are left out when another one is chosen. `resume=auto` starts from the options that the run
-was saved with; what the command line says besides still beats them.
+was saved with, `init_from=` from the mixer and model of another run; what the command line says besides still beats
+them.
 """
 
 import sys
@@ -107,6 +108,8 @@ class Config:
     """Seed of initial weights and of the order of the training data."""
     resume: Literal["auto"] | None = None
     """auto: continue the run of that run.name on its next unseen batch, or start it if there is none."""
+    init_from: str | None = None
+    """A run, by name in run.dir or by path, to start from: its weights, model and mixer options, and tokenizer."""
     plugins: list[str] = field(default_factory=list)
     """Python files that define more mixers or data modules, each named like its file."""
     run: RunConfig = field(default_factory=RunConfig)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from src.carry import CarriedStates
 from src.data import IGNORE
 from src.errors import UserError
 from src.metrics import RecallTotals, TokenTotals, accuracies
@@ -57,6 +58,8 @@ class LanguageModule(LightningModule):
         """The optimizer step of the last whole validation."""
         self.recall_kinds: dict[tuple[int, int], tuple[float, int]] = {}
         """Of the last evaluation, by (length, pairs): the sum of the sequences' accuracies, and the sequences."""
+        self.carried = CarriedStates()
+        """Of rows that continue each other from step to step (data.carry_state)."""
         self.loaded_step = 0
         """Optimizer steps of the checkpoint that this was loaded from."""
 
@@ -78,17 +81,20 @@ class LanguageModule(LightningModule):
         places = None if n == labelled.numel() else labelled.nonzero().flatten()
         return {**batch, "n_tokens": n, "labelled": places}
 
-    def labelled_logits(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def labelled_logits(self, batch: dict[str, Any], micro_batch: int = 0) -> tuple[Tensor, Tensor]:
         """Logits `[N, vocab_size]` and labels `[N]` of the N labelled places only, in row-major order."""
-        hidden = self.model.hidden(batch["input_ids"], batch["cu_seqlens"]).flatten(0, 1)
+        if "carry" in batch:
+            hidden = self.carried.hidden(self.model, batch, micro_batch).flatten(0, 1)
+        else:
+            hidden = self.model.hidden(batch["input_ids"], batch["cu_seqlens"]).flatten(0, 1)
         labels = batch["labels"].flatten()
         if batch["labelled"] is not None:
             hidden, labels = hidden[batch["labelled"]], labels[batch["labelled"]]
         return self.model.head(hidden), labels
 
-    def nll_sum(self, batch: dict[str, Any]) -> Tensor:
+    def nll_sum(self, batch: dict[str, Any], micro_batch: int = 0) -> Tensor:
         """Summed negative log-likelihood of the labelled tokens, in nats."""
-        logits, labels = self.labelled_logits(batch)
+        logits, labels = self.labelled_logits(batch, micro_batch)
         return F.cross_entropy(logits.float(), labels, reduction="sum")
 
     # ---- training
@@ -99,10 +105,11 @@ class LanguageModule(LightningModule):
                 block.compile()  # in place: parameter names stay as they are
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.window = torch.zeros(2, dtype=dtype, device=self.device)  # Σ NLL, Σ tokens since the last step
+        self.carried.to(self.device)
         self.failed = torch.zeros((), device=self.device)  # 1 from the first non-finite gradient on
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        nll = self.nll_sum(batch)
+        nll = self.nll_sum(batch, batch_idx % self.trainer.accumulate_grad_batches)
         self.window[0] += nll.detach()
         self.window[1] += batch["n_tokens"]
         return nll * self.trainer.accumulate_grad_batches  # Lightning divides by it
@@ -208,6 +215,8 @@ class LanguageModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for name in ("metrics", "first_validation", "validated_step"):
             checkpoint[name] = getattr(self, name)
+        if self.carried.states:
+            checkpoint["carried_states"] = self.carried.save()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for name in ("metrics", "first_validation", "validated_step"):
@@ -215,6 +224,9 @@ class LanguageModule(LightningModule):
         self.loaded_step = checkpoint["global_step"]
         if self._trainer is not None and self.trainer.state.fn == "fit":
             self._recount_micro_batches(checkpoint)
+            if "carried_states" in checkpoint:
+                ranks, micro_batches = self.trainer.world_size, self.trainer.accumulate_grad_batches
+                self.carried.load(checkpoint["carried_states"], self.trainer.global_rank, ranks, micro_batches)
 
     def _recount_micro_batches(self, checkpoint: dict[str, Any]) -> None:
         """Make Lightning's batch counters those of the present accumulation.

@@ -19,6 +19,7 @@ from src.callbacks.preemption import Aborted, Preempted, Preemption
 from src.callbacks.progress import Progress
 from src.callbacks.throughput import Throughput
 from src.callbacks.validation import EdgeValidation
+from src.carry import check_bounded
 from src.config import Config
 from src.data import DataModule
 from src.data.common.tokenizer import load_tokenizer
@@ -29,6 +30,7 @@ from src.metrics import recall_rows, recall_table
 from src.module import LanguageModule, check_backend
 from src.options import one_line
 from src.registry import DATA
+from src.start import Start
 
 
 def main(cfg: Config) -> None:
@@ -62,6 +64,8 @@ def train(cfg: Config) -> Path:
 def train_in(run_dir: Path, cfg: Config) -> Path:
     """`train`, in a folder that is this process's own."""
     try:
+        last = run_dir / "checkpoints" / "last.ckpt"
+        start = Start.of(cfg) if cfg.init_from and not last.is_file() else None
         data = DATA.get(cfg.data.name)(cfg.data, seed=cfg.seed, micro_batch_size=cfg.trainer.micro_batch_size)
         data.prepare_data()
         data.setup("fit")
@@ -70,8 +74,11 @@ def train_in(run_dir: Path, cfg: Config) -> Path:
         plain = config.asdict(cfg)
         module = LanguageModule(plain, data.vocab_size, cfg.model.max_seq_len or data.max_seq_len)
         module.configure_model()
+        if start:
+            start.load_into(module)
+        if getattr(cfg.data, "carry_state", False):
+            check_carried(cfg, module)
 
-        last = run_dir / "checkpoints" / "last.ckpt"
         saved = read_checkpoint(last)
         start_step = saved.get("global_step", 0)
         if start_step:
@@ -159,6 +166,15 @@ def build_trainer(cfg: Config, run_dir: Path, data: DataModule, module: Language
     return trainer
 
 
+def check_carried(cfg: Config, module: LanguageModule) -> None:
+    """Raises UserError where rows cannot continue each other."""
+    check_bounded(module.model, cfg.mixer.name)
+    if cfg.trainer.compile:
+        raise UserError(
+            "trainer.compile=true: steps with a carried state are not compiled; data.carry_state needs false"
+        )
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, empty where there is none; tensors are not read."""
     if not path.is_file():
@@ -186,6 +202,7 @@ def resume_command(cfg: Config) -> str:
 def describe(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModule, start_step: int) -> None:
     model, seq_len = module.model, data.config.seq_len
     new = ", a new one: there was none of that name to continue" if cfg.resume else ""
+    new += f", from the weights of {cfg.init_from}" if cfg.init_from else ""
     say(f"run:   {run_dir}" + (f", continued after step {start_step}" if start_step else new))
     facts = data.describe()
     say("data:  " + ", ".join(f"{key} {value}" for key, value in facts.items() if "." not in key))

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -228,3 +230,51 @@ def test_a_run_is_trained_by_one_process_at_a_time(tmp_path):
     assert not runs.is_held(folder)
     run(tmp_path, "run.name=a", "resume=auto", "trainer.max_steps=9")
     assert not (folder / runs.LOCK).exists()
+
+
+KILLED = '''
+"""A plugin whose import makes every rank die in the micro-batches of step 5."""
+import os
+from src.mixers.mamba2 import Mamba2
+from src.module import LanguageModule
+
+original = LanguageModule.training_step
+
+def training_step(self, batch, batch_idx):
+    if self.trainer.global_step == 4:
+        os._exit(9)
+    return original(self, batch, batch_idx)
+
+LanguageModule.training_step = training_step
+
+class Dying(Mamba2):
+    pass
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("carry", ["true", "false"])
+def test_two_killed_ranks_with_workers_continue_bit_for_bit(tmp_path, carry):
+    """Killed in step 5 with a checkpoint of step 3, in mid-epoch, two loader processes a rank."""
+    more = ["trainer.devices=2", "data.num_workers=2", "trainer.checkpoint_every=3", "trainer.micro_batch_size=1"]
+    more += [f"data.carry_state={carry}", "mixer=loglinear_mamba2"]
+    plugin = tmp_path / "dying.py"
+    plugin.write_text(KILLED)
+
+    def train(*arguments: str) -> int:
+        command = [sys.executable, "-m", "src.train", *options(tmp_path, *more, *arguments)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False).returncode
+
+    assert train("run.name=whole") == 0
+    assert train("run.name=parts", f"plugins={plugin}") != 0
+    parts, whole = tmp_path / "runs" / "parts", tmp_path / "runs" / "whole"
+    assert checkpoint(parts)["global_step"] == 3
+    assert train("run.name=parts", "resume=auto", "plugins=[]") == 0
+    assert_equal_runs(parts, whole)
+    if carry == "true":
+        ranks = [checkpoint(run_dir)["carried_states"] for run_dir in (parts, whole)]
+        assert [len(saved) for saved in ranks] == [2, 2]  # one a rank
+        for a, b in zip(*ranks, strict=True):
+            assert a.keys() == b.keys() == {0, 1}  # two micro-batches
+            assert_same_state(a[1].layers[0]["memory"].levels, b[1].layers[0]["memory"].levels)

@@ -19,13 +19,14 @@ Everything else (steps, ranks, accumulation, resuming) is here. A text corpus su
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from src.data.common.lanes import Carry
 from src.data.common.sampling import Draw, EvalSampler, StepSampler, accumulation
 from src.errors import UserError
 
@@ -51,6 +52,8 @@ class Batch(TypedDict):
     """Words of it (between white space), in proportion likewise. None: not a text."""
     n_pairs: int | None
     """Key–value pairs per row (associative recall). None: another kind of data."""
+    carry: NotRequired[Carry]
+    """How the rows continue those of the step before. Missing: every document is at its beginning."""
 
 
 class DataModule(LightningDataModule):

@@ -33,6 +33,9 @@ class Mixer(nn.Module, ABC):
         name: str = ""
         """The chosen mixer."""
 
+    bounded_state: bool = True
+    """Whether the state stays small, O(log T) at most, however many tokens it has read."""
+
     def __init__(
         self, config: "Mixer.Config", *, d_model: int, layer_idx: int, n_layers: int, max_seq_len: int
     ) -> None:

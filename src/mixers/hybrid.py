@@ -56,6 +56,7 @@ class Hybrid(Mixer):
             )
         except UserError as error:
             raise UserError(f"mixer.options.{name}: {error}") from error
+        self.bounded_state = self.layer.bounded_state
 
     def mix(
         self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, return_state: bool

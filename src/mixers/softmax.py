@@ -38,6 +38,7 @@ class SoftmaxAttention(Mixer):
                 raise UserError(f"mixer.rope_theta={self.rope_theta}: must be above 1")
 
     config: Config
+    bounded_state = False
 
     def __init__(self, config: Config, *, d_model: int, layer_idx: int, n_layers: int, max_seq_len: int) -> None:
         super().__init__(config, d_model=d_model, layer_idx=layer_idx, n_layers=n_layers, max_seq_len=max_seq_len)

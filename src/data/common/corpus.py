@@ -7,11 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from src.data import Batch, DataModule, Split
 from src.data.common import cache
 from src.data.common.cache import SPLITS, Document
+from src.data.common.lanes import carry_of, lane_rows, lane_spans
 from src.data.common.packing import Stream, pack
 from src.data.common.sampling import permutation
 from src.data.common.tokenizer import find_tokenizer
@@ -39,6 +41,8 @@ class Corpus(DataModule):
         """End-of-text token of a foreign tokenizer; null: <|endoftext|>, </s>, <eos> or the like."""
         packing: Literal["documents", "concatenate"] = "documents"
         """documents: states and attention stop at document borders; concatenate: they run through a row."""
+        carry_state: bool = False
+        """Read on in the next step where a row ends inside a document, with the state it left (truncated BPTT)."""
         val_rows: int | None = 128
         """Validation rows that training looks at, evenly spread over the split; null: all. evaluate takes all."""
         cache_dir: str | None = None
@@ -52,6 +56,8 @@ class Corpus(DataModule):
         super().__init__(config, seed=seed, micro_batch_size=micro_batch_size)
         if config.val_rows is not None and config.val_rows < 1:
             raise UserError(f"data.val_rows={config.val_rows}: must be at least 1 (null: all)")
+        if config.carry_state and config.packing != "documents":
+            raise UserError(f"data.packing={config.packing}: data.carry_state=true needs data.packing=documents")
 
     # What a subclass writes
 
@@ -101,6 +107,11 @@ class Corpus(DataModule):
         self.prepare_data()
         for split in ("train", "val") if stage == "fit" else ():  # the others are asked for by their loader
             self._require(split)
+        if stage == "fit" and self.config.carry_state and not self._lane_rows:
+            raise UserError(
+                f"data.batch_size={self.config.batch_size}: data.carry_state=true reads so many parts of the text side"
+                f" by side, but it has {self.n_rows('train')} rows of data.seq_len={self.config.seq_len} only"
+            )
 
     def train_dataloader(self) -> DataLoader:
         self._require("train")
@@ -166,13 +177,30 @@ class Corpus(DataModule):
         n = self.n_rows(split)
         return n if split != "val" or self.config.val_rows is None else min(n, self.config.val_rows)
 
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that a state can have behind it: of the longest training document where states are carried on."""
+        longest = super().max_seq_len
+        if self.config.carry_state:
+            return max(longest, int(np.diff(self._streams["train"].starts).max(initial=0)))
+        return longest
+
+    @property
+    def _lane_rows(self) -> int:
+        return lane_rows(self._streams["train"], self.config.batch_size, self.config.seq_len)
+
     def batch(self, split: Split, samples: Sequence[int]) -> Batch:
+        if split == "train" and self.config.carry_state:
+            return self._lanes(samples)
         stream, size, n = self._streams[split], self._row_length(split), self.n_rows(split)
         if split == "train":
             samples = [int(permutation(n, self.seed, i // n)[i % n]) for i in samples]
         elif (taken := self.n_samples(split)) < n:
             samples = [i * n // taken for i in samples]
         rows = [(i * size, min((i + 1) * size, len(stream))) for i in samples]
+        return self._packed(stream, rows)
+
+    def _packed(self, stream: Stream, rows: list[tuple[int, int]]) -> Batch:
         input_ids, labels, cu_seqlens = pack(stream, rows, self.config.packing)
         n_bytes, n_words = (
             sum(stream.share(starts, end) - stream.share(starts, begin) for begin, end in rows)
@@ -181,6 +209,20 @@ class Corpus(DataModule):
         return Batch(
             input_ids=input_ids, labels=labels, cu_seqlens=cu_seqlens, n_bytes=n_bytes, n_words=n_words, n_pairs=None
         )
+
+    def _lanes(self, samples: Sequence[int]) -> Batch:
+        stream, config = self._streams["train"], self.config
+        parts, continues = [], []
+        for i in samples:
+            step, lane = divmod(i, config.batch_size)
+            epoch, row = divmod(step, self._lane_rows)
+            place = {"lane": lane, "lanes": config.batch_size, "row": row, "seed": self.seed, "epoch": epoch}
+            spans, goes_on = lane_spans(stream, seq_len=config.seq_len, **place)
+            parts.append(spans)
+            continues.append(goes_on)
+        batch = self._packed(stream, [span for spans in parts for span in spans])
+        batch["carry"] = carry_of([len(spans) for spans in parts], continues, len(batch["cu_seqlens"]) - 1)
+        return batch
 
     def eval_batches(self, split: Split, batch_size: int) -> list[Sequence[int]]:
         batches = super().eval_batches(split, batch_size)

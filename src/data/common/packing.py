@@ -21,7 +21,7 @@ from torch import Tensor
 CU_SEQLENS_MULTIPLE = 16  # few different shapes: nothing recompiles for a number of documents
 
 
-@dataclass
+@dataclass(eq=False)  # compared and hashed by identity: caches ask by stream
 class Stream:
     """Memory-mapped arrays of one split with m documents and L labels."""
 
