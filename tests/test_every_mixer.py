@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from src.config import run_cli
-from src.evaluate import EvaluateConfig, evaluate
+from src.evaluate import evaluate
+from src.evaluation import EvaluateConfig
 from src.generate import GenerateConfig
 from src.generate import main as generate
 from src.registry import MIXERS
@@ -28,7 +29,7 @@ def test_train_evaluate_generate_resume(tmp_path, capsys, example, name):
     more += example if name == EXAMPLE.stem else []
     run_dir = run(tmp_path, "run.name=a", "trainer.max_steps=2", *more)
 
-    results = evaluate(EvaluateConfig(run=str(run_dir), device="cpu", batches=2))
+    results = evaluate(EvaluateConfig(run=str(run_dir), device="cpu", max_tokens=200))
     assert results["step"] == 2
     assert 0 < results["loss"] < 2 * math.log(257)
 

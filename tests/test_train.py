@@ -18,7 +18,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from src import train
 from src.config import Config, run_cli
 from src.errors import UserError
-from src.evaluate import EvaluateConfig, evaluate
+from src.evaluate import evaluate
+from src.evaluation import EvaluateConfig
 from src.module import LanguageModule
 from tests.training import assert_same_state, checkpoint, config, options, rows, run, write_corpus
 
