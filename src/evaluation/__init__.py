@@ -31,7 +31,7 @@ from src.registry import DATA, build_options
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TASKS = ("perplexity", "positions", "mqar")
+TASKS = ("perplexity", "positions", "mqar", "niah")
 COMMON = {"run", "task", "checkpoint", "data", "piece", "beyond", "precision", "device", "output", "runs_dir"}
 
 
@@ -41,16 +41,20 @@ class EvaluateConfig:
 
     run: str
     """Name of the run in runs_dir, or the path of its folder."""
-    task: Literal["perplexity", "positions", "mqar"] | None = None
-    """What is measured; null: what the run was trained on (mqar, or else perplexity)."""
+    task: Literal["perplexity", "positions", "mqar", "niah"] | None = None
+    """What is measured; null: what the run was trained on (mqar, niah, or else perplexity)."""
     split: Literal["val", "test"] = "val"
     """Which part of the data; all of it, not only the batches that training looked at."""
     lengths: list[int] = field(default_factory=list)
-    """Lengths in tokens. Empty: perplexity the trained one, positions 8 times that, mqar up to 8 times."""
+    """Lengths in tokens; empty: the trained one (perplexity), 8 times that (positions), all up to that (mqar, niah)."""
     max_tokens: int | None = None
     """Tokens of the split to look at, evenly spread (perplexity, positions); null: all."""
-    examples: int = 1000
-    """Examples of each cell (mqar)."""
+    examples: int | None = None
+    """Examples of each cell; null: 1000 (mqar), 10 (niah)."""
+    depths: int = 5
+    """Depths of the needle, evenly from the beginning to the end (niah)."""
+    tasks: list[str] = field(default_factory=list)
+    """Needle tasks (niah); empty: those of the run, or all eight."""
     checkpoint: Literal["last", "best"] = "last"
     """Which checkpoint of the run: the last, or the one of the lowest validation loss."""
     data: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +73,7 @@ class EvaluateConfig:
     """Folder that holds the runs."""
 
     def __post_init__(self) -> None:
-        for key in ("max_tokens", "examples", "piece"):
+        for key in ("max_tokens", "examples", "depths", "piece"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"{key}={value}: must be at least 1")

@@ -11,6 +11,7 @@ from src.metrics import RecallTotals, accuracies, recall_matrix, recall_rows, re
 from src.pieces import token_losses
 
 USES = {"split", "lengths", "examples"}
+EXAMPLES = 1000  # of each cell
 
 
 def evaluate(trained: Trained) -> Report:
@@ -19,7 +20,7 @@ def evaluate(trained: Trained) -> Report:
         raise UserError(f"task=mqar: run {trained.run_dir.name} was trained on data={trained.run.data.name}, not mqar")
     data = trained.data()
     own = data.kinds[options.split]
-    kinds = cells(own, options.lengths, options.examples, data.vocab_size)
+    kinds = cells(own, options.lengths, options.examples or EXAMPLES, data.vocab_size)
     data = trained.data(**{options.split: [str(kind) for kind in kinds]})
     sums = measure(trained, data)
     rows = recall_rows(sums)
