@@ -133,11 +133,11 @@ class Niah(DataModule):
         return ExampleMaker(self.corpus.tokenizer, self.corpus.stream, self.seed)
 
     def _check_lengths(self, maker: ExampleMaker) -> None:
+        largest = max(self.config.tasks, key=maker.smallest)  # one error says what all tasks need
         for split, lengths in self.lengths.items():
             key = "lengths" if split == "train" else f"{split}_lengths"
-            key = key if getattr(self.config, key) else "seq_len"  # else checked as the training's already
-            for task in self.config.tasks:
-                maker.check(task, min(lengths), f"data.{key}")
+            key = key if getattr(self.config, key) else "seq_len"  # a split without its own is the training's
+            maker.check(largest, min(lengths), f"data.{key}")
 
     # Examples
 
@@ -228,8 +228,8 @@ class Niah(DataModule):
         facts = super().describe() | {"tokenizer": self.config.tokenizer, "haystack": self.config.haystack}
         facts["tasks"] = ", ".join(self.config.tasks)
         for split, lengths in self.lengths.items():
-            facts[f"{split}.lengths"] = ", ".join(map(str, lengths))
-            facts[f"{split}.haystack_tokens"] = len(self.corpus.stream(split))
+            facts[split] = f"{'/'.join(map(str, lengths))} tokens"
+            facts[f"{split}.haystack tokens"] = len(self.corpus.stream(split))
         return facts
 
 

@@ -14,27 +14,29 @@ _CLOSING = "\"')]}»”’"
 class Haystack:
     """Cuts stretches out of token streams of one tokenizer, and finds places in them.
 
-    A place p lies before token p. It is a border where a sentence ends before it (. ! ?) or token p begins with a
-    line end, and token p begins with white space: there a text that begins with a space goes in smoothly.
+    A place p lies before token p. It is a border where a sentence (. ! ?) or a line ends before it and token p begins
+    with white space: there a text that begins with a space goes in smoothly.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eot = tokenizer.eot
         self.line_end = tokenizer.encode("\n")[-1]
         size = tokenizer.vocab_size
-        self.closes, self.opens, self.breaks = (np.zeros(size, dtype=bool) for _ in range(3))
+        self.ends, self.spaced, self.opens, self.breaks = (np.zeros(size, dtype=bool) for _ in range(4))
         context = tokenizer.encode("a")[-1:]  # some decoders drop the space that a text begins with
         skipped = len(tokenizer.decode(context))
         for i in range(size):
             text = tokenizer.decode([*context, i])[skipped:]
-            self.closes[i] = text.rstrip(_CLOSING).endswith((".", "!", "?"))
+            self.ends[i] = text.rstrip(_CLOSING).endswith((".", "!", "?"))
+            self.spaced[i] = text[-1:].isspace()
             self.opens[i] = text[:1].isspace()
             self.breaks[i] = text.startswith("\n")
 
     def borders(self, tokens: np.ndarray) -> np.ndarray:
         """bool [n + 1]: the borders of n tokens; both ends are always among them."""
         found = np.ones(len(tokens) + 1, dtype=bool)
-        found[1:-1] = (self.closes[tokens[:-1]] & self.opens[tokens[1:]]) | self.breaks[tokens[1:]]
+        before, after = tokens[:-1], tokens[1:]
+        found[1:-1] = (self.ends[before] & self.opens[after]) | (~self.spaced[before] & self.breaks[after])
         return found
 
     def cut(self, stream: Stream, n: int, where: float) -> np.ndarray:

@@ -49,7 +49,9 @@ NOISE = "Rain falls on the roof. A clock ticks. The cat sleeps, and the day goes
 
 def instruction(task: Task) -> str:
     """What stands before the haystack."""
-    return "Keep the codes in mind that this text gives." if task.n_answers > 1 else "A code in this text is asked below."
+    return (
+        "Keep the codes in mind that this text gives." if task.n_answers > 1 else "A code in this text is asked below."
+    )
 
 
 def needle(key: str, value: str) -> str:
@@ -116,32 +118,31 @@ def uuids(n: int, *address: int) -> list[str]:
 
 KINDS = {"word": words, "number": numbers, "uuid": uuids}
 
-ADJECTIVES = tuple(
-    """able amber ancient autumn bitter blue bold brave breezy brief bright broad bronze brown calm careful cheap cheerful
-    chilly clean clear clever cloudy coastal cold colorful common copper cosy crimson curious daily damp dark dear deep
-    distant dry dusty eager early eastern easy elder empty equal fair faithful famous fancy fast final fine firm flat
-    foggy fond foreign free fresh friendly frosty gentle giant glad golden good grand grateful gray great green handy
-    happy hard heavy hidden high hollow honest humble hungry idle inner jolly keen kind large late lazy light little
-    lively local lonely long loud lovely lucky major marble merry mild minor misty modern narrow native neat new noble
-    northern odd old open orange outer pale patient plain pleasant polite popular proud purple quick quiet rapid rare
-    ready red rich ripe robust rough round royal rustic salty secret sharp shiny short silent silver simple sleepy slow
-    small smart smooth snowy soft solid sour southern spare steady steep strong sunny sweet swift tall tender thick thin
-    tidy tiny tough upper useful vast violet warm western white whole wide wild windy winter wise wooden yellow young
-    """.split()
-)
-NOUNS = tuple(
-    """actor anchor apple arrow autumn badge baker bakery barn basket beach bean bear bell bench berry bird blanket boat
-    book bottle branch bread brick bridge brother bucket butter button cabin cable camel camp candle canyon captain card
-    carpet castle cat cave chair cherry circle city cliff clock cloud coat coffee coin corner cottage cousin creek cup
-    curtain desert desk doctor door dream drum eagle engine farm farmer feather fence field finger fire fish flag flame
-    flower forest fork fountain fox friend garden gate glass glove goose grape guitar hammer harbor hat hill honey horse
-    hotel house island jacket kettle key kitchen kite ladder lake lamp lantern leaf lemon letter library lion market
-    meadow melon mill mirror moon morning mountain museum needle nest oak ocean office onion orchard owl painter palace
-    paper park path pearl pencil pepper piano picture pillow pilot planet plate pocket pond potato prince queen rabbit
-    radio rain river road robin roof room rope rose sail sailor school shadow ship shirt shoe shop singer sister sky snow
-    sofa soup spoon spring square stable stage star station stone storm street student summer table teacher temple tent
-    theater ticket tiger tower town train tree tunnel turtle uncle valley village violin wagon wall water whale wheel
-    wind window wolf wood
-    """.split()
-)
+_ADJECTIVES = """
+able amber ancient autumn bitter blue bold brave breezy brief bright broad bronze brown calm careful cheap cheerful
+chilly clean clear clever cloudy coastal cold colorful common copper cosy crimson curious daily damp dark dear deep
+distant dry dusty eager early eastern easy elder empty equal fair faithful famous fancy fast final fine firm flat
+foggy fond foreign free fresh friendly frosty gentle giant glad golden good grand grateful gray great green handy
+happy hard heavy hidden high hollow honest humble hungry idle inner jolly keen kind large late lazy light little
+lively local lonely long loud lovely lucky major marble merry mild minor misty modern narrow native neat new noble
+northern odd old open orange outer pale patient plain pleasant polite popular proud purple quick quiet rapid rare
+ready red rich ripe robust rough round royal rustic salty secret sharp shiny short silent silver simple sleepy slow
+small smart smooth snowy soft solid sour southern spare steady steep strong sunny sweet swift tall tender thick thin
+tidy tiny tough upper useful vast violet warm western white whole wide wild windy winter wise wooden yellow young
+"""
+_NOUNS = """
+actor anchor apple arrow autumn badge baker bakery barn basket beach bean bear bell bench berry bird blanket boat book
+bottle branch bread brick bridge brother bucket butter button cabin cable camel camp candle canyon captain card carpet
+castle cat cave chair cherry circle city cliff clock cloud coat coffee coin corner cottage cousin creek cup curtain
+desert desk doctor door dream drum eagle engine farm farmer feather fence field finger fire fish flag flame flower
+forest fork fountain fox friend garden gate glass glove goose grape guitar hammer harbor hat hill honey horse hotel
+house island jacket kettle key kitchen kite ladder lake lamp lantern leaf lemon letter library lion market meadow
+melon mill mirror moon morning mountain museum needle nest oak ocean office onion orchard owl painter palace paper
+park path pearl pencil pepper piano picture pillow pilot planet plate pocket pond potato prince queen rabbit radio
+rain river road robin roof room rope rose sail sailor school shadow ship shirt shoe shop singer sister sky snow sofa
+soup spoon spring square stable stage star station stone storm street student summer table teacher temple tent theater
+ticket tiger tower town train tree tunnel turtle uncle valley village violin wagon wall water whale wheel wind window
+wolf wood
+"""
+ADJECTIVES, NOUNS = tuple(_ADJECTIVES.split()), tuple(_NOUNS.split())
 N_WORD_KEYS = len(ADJECTIVES) * len(NOUNS)
