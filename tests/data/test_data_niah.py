@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from src.data import IGNORE
 from src.data.common import needles
@@ -387,3 +389,41 @@ def test_examples_take_milliseconds(niah):
             times.append(time.perf_counter() - begin)
         print(f"{task} of 131,072 tokens: {1e3 * min(times):.1f} ms")
         assert min(times) < (0.05 if TASKS[task].haystack != "needles" else 1)
+
+
+def _foreign(path: Path, text: str, kind: str) -> str:
+    """A tokenizer.json of another make: words with a sign for the space before them, or line ends inside a token."""
+    core = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=kind == "metaspace"))
+    alphabet = [f"<0x{i:02X}>" for i in range(256)] if kind == "metaspace" else pre_tokenizers.ByteLevel.alphabet()
+    if kind == "metaspace":
+        core.pre_tokenizer = pre_tokenizers.Metaspace()
+        core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    else:
+        pattern = tokenizers.Regex(r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), byte_level])
+        core.decoder = decoders.ByteLevel()
+    special = ["<unk>", "<eos>", *(alphabet if kind == "metaspace" else [])]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False,
+                                  initial_alphabet=[] if kind == "metaspace" else alphabet)  # fmt: skip
+    core.train_from_iterator([text * 3, "\n".join(map(str, range(1000, 3000)))], trainer)
+    core.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "line ends inside"])
+def test_tokenizers_of_another_make(niah, tmp_path, seed, kind):
+    text = _sentences(random.Random(seed), 5000, "the code of a stone is in quick amber-tree") + UUID
+    module = niah(tokenizer=_foreign(tmp_path / "tokenizer.json", text, kind))
+    for task in TASKS:
+        least = module.smallest(task)
+        for number in range(20):
+            length = least + 50 * number
+            example = module.example("val", task, length, number)
+            assert len(example.prompt_ids) + len(example.answer_ids) + 1 == length
+            prompt = " ".join(module.tokenizer.decode(example.prompt_ids).split())
+            asked = re.search(r"(\S+)\? The codes? of ", prompt)[1]
+            facts = FACT.findall(prompt)
+            assert (asked, example.references[-1]) in facts
+            assert contained(module.tokenizer.decode(example.answer_ids), example.references) == 1
+            assert {value for key, value in facts if TASKS[task].n_answers > 1} <= set(example.references)
