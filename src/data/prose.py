@@ -1,7 +1,8 @@
 """data=prose: the English of the standard library, the docstrings and comments of the sources of data=pystdlib.
 
-About 2.2 MB (Python 3.11). A document is a file's docstrings and own-line comments in their order, one paragraph a line with a blank
-line between; without interactive sessions, rules, tables and what looks like code. Splits are those of data=pystdlib.
+About 2.2 MB (Python 3.11). A document is a file's docstrings and own-line comments in their order, one paragraph a
+line with a blank line between; without interactive sessions, rules, tables and what looks like code. Splits are those
+of data=pystdlib.
 """
 
 import ast

@@ -139,6 +139,16 @@ def test_needles_stand_between_sentences(niah):
             assert hay[0] in " \n"  # the text begins with a sentence
 
 
+def test_lines_in_parts_are_those_at_once_and_never_the_asked_one(niah):
+    maker, address = niah()._maker, (0, 1, list(TASKS).index("multikey_2"), 1024, 7)  # as of the draw below
+    whole = maker._distractors(TASKS["multikey_2"], 0, 50, address)
+    parts = [maker._distractors(TASKS["multikey_2"], i, n, address) for i, n in ((0, 20), (20, 1), (21, 29))]
+    lines = [FACT.search(maker.tokenizer.decode(line)).groups() for line in whole]
+    assert [line.tolist() for part in parts for line in part] == [line.tolist() for line in whole]
+    assert len(set(lines)) == 50
+    assert maker.draw("val", "multikey_2", 1024, 7).references[0] not in {value for _, value in lines}
+
+
 def test_drawn_depths_are_forty_points(niah):
     module = niah()
     depths = Counter(round(39 * module.example("val", "single_1", 30_000, i).depth) for i in range(800))
@@ -243,8 +253,9 @@ def test_training_shows_every_task_at_every_length_and_nothing_twice(niah):
     assert kinds == {(t, n): (80 if n == 512 else 10) for t in module.config.tasks for n in (512, 2048)}
 
 
-def test_evaluation_batches_are_of_one_task_and_length(niah):
-    module = niah(seq_len=1024, val_lengths=[512, 4096], val_examples=5, test_lengths=[700], test_examples=2,
+@pytest.mark.parametrize("loss", ["answer", "all"])
+def test_evaluation_batches_are_of_one_task_and_length(niah, loss):
+    module = niah(seq_len=1024, loss=loss, val_lengths=[512, 4096], val_examples=5, test_lengths=[700], test_examples=2,
                   val_batch_size=2)  # fmt: skip
     assert module.max_seq_len == 4096
     seen = []
@@ -281,6 +292,7 @@ def test_exact_match_needs_every_token_of_an_answer(niah, seed):
 
 def test_contained():
     assert contained("It is ABC-1, 77.", ["abc-1", "78", "77", "x"]) == 0.5
+    assert contained("it is abc-1", ["ABC-1"]) == 1
     assert contained("", ["1"]) == 0
 
 

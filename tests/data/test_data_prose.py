@@ -70,6 +70,10 @@ def test_docstrings_and_comments():
         ("# One more comment without line end.", "One more comment without line end.\n"),
         ('"""Not closed, so not a string at all\n', ""),
         ("# This comes before the mistake.\nif (:\n  '", "This comes before the mistake.\n"),
+        (
+            "# One comment stands here alone\n\n# and another one after it.\n",
+            "One comment stands here alone\n\nand another one after it.\n",
+        ),
         ("# A form feed\f and a tab\there do not matter.\n", "A form feed and a tab here do not matter.\n"),
         ("def f():\n    # An odd indent comes next.\n        x\n   y\n", "An odd indent comes next.\n"),
     ],
