@@ -57,7 +57,7 @@ class PyStdlib(Corpus):
     def documents(self, split: Split) -> Iterator[str]:
         for path in self._files:
             if self.split_of(path) == split:
-                yield _decode(self._source(path))
+                yield decode(self._source(path))
 
     def sizes(self) -> dict[str, int]:
         sizes = dict.fromkeys(("train", "val", "test"), 0)
@@ -74,7 +74,7 @@ class PyStdlib(Corpus):
         return content.hexdigest()
 
 
-def _decode(source: bytes) -> str:
+def decode(source: bytes) -> str:
     """Text of a Python source in its declared encoding (PEP 263); what does not decode becomes U+FFFD."""
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(source).readline)[0]

@@ -91,8 +91,12 @@ def pack(
     for begin, end in rows:
         parts += [[place], stream.borders(begin, end) - begin + place]
         place += end - begin
-    cuts = np.concatenate(parts)
-    total = -(-(len(cuts) + 1) // CU_SEQLENS_MULTIPLE) * CU_SEQLENS_MULTIPLE
-    cu_seqlens = np.full(total, place, dtype=np.int32)
-    cu_seqlens[: len(cuts)] = cuts
-    return input_ids, labels, torch.from_numpy(cu_seqlens)
+    return input_ids, labels, padded_borders(np.concatenate(parts), place)
+
+
+def padded_borders(starts: np.ndarray, end: int) -> Tensor:
+    """cu_seqlens of documents with these starts in a row of `end` tokens: int32, a multiple of 16 entries."""
+    total = -(-(len(starts) + 1) // CU_SEQLENS_MULTIPLE) * CU_SEQLENS_MULTIPLE
+    cu_seqlens = np.full(total, end, dtype=np.int32)
+    cu_seqlens[: len(starts)] = starts
+    return torch.from_numpy(cu_seqlens)
