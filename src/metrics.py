@@ -87,6 +87,40 @@ class RecallTotals(Metric):
         return kinds
 
 
+class ExactMatch(Metric):
+    """The share of examples whose labelled places were all predicted right, over batches and ranks."""
+
+    full_state_update = False
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        for name in ("right", "examples"):
+            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.to(device)
+
+    def update(self, right: Tensor, places: Tensor, cu_seqlens: Tensor) -> None:
+        """See `exact_match`."""
+        matches = exact_match(right, places, cu_seqlens)
+        self.right += matches.sum()
+        self.examples += matches.numel()
+
+    def compute(self) -> dict[str, float]:
+        right, examples = torch.stack([self.right, self.examples]).tolist()
+        return {"exact_match": right / examples} if examples else {}
+
+
+def exact_match(right: Tensor, places: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """bool [N]: of each of the N examples with labels, whether all its labelled places were predicted right.
+
+    `right [n]` tells which labelled places were, `places [n]` where they are in the flattened row, `cu_seqlens` is
+    the batch's.
+    """
+    example = torch.searchsorted(cu_seqlens.to(places.dtype), places, right=True) - 1
+    counts = torch.zeros(2, len(cu_seqlens), dtype=torch.int64, device=right.device)
+    counts.index_add_(1, example, torch.stack([right.long(), torch.ones_like(example)]))
+    return (counts[0] == counts[1])[counts[1] > 0]
+
+
 def accuracies(kinds: dict[tuple[int, int], tuple[float, int]]) -> dict[str, float]:
     """`accuracy` over all sequences, `accuracy/pairs_<N>` by number of pairs, `accuracy/<T>x<N>` by length too."""
     groups: dict[str, list[tuple[float, int]]] = {}

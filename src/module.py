@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from src.carry import CarriedStates
 from src.data import IGNORE
 from src.errors import UserError
-from src.metrics import RecallTotals, TokenTotals, accuracies
+from src.metrics import ExactMatch, RecallTotals, TokenTotals, accuracies
 from src.model import LanguageModel, ModelConfig
 from src.optim import OptimConfig, build_optimizer
 from src.options import build
@@ -42,8 +42,8 @@ class LanguageModule(LightningModule):
 
     Tags: `train/loss` (the optimizer step's Σ NLL / Σ tokens), `train/lr`, `train/grad_norm` (before
     clipping), `val/loss`, `val/perplexity` (by token), `val/word_perplexity`, `val/bits_per_byte`, of recall
-    `val/accuracy`, `val/accuracy/pairs_<N>` and `val/accuracy/<T>x<N>`, the same under `test/`. The x axis is the
-    number of optimizer steps done.
+    `val/accuracy`, `val/accuracy/pairs_<N>` and `val/accuracy/<T>x<N>`, of needles `val/exact_match`, the same under
+    `test/`. The x axis is the number of optimizer steps done.
     """
 
     def __init__(self, config: dict, vocab_size: int, max_seq_len: int) -> None:
@@ -170,6 +170,7 @@ class LanguageModule(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.totals, self.recall = TokenTotals(self.device), RecallTotals(self.device)
+        self.exact = ExactMatch(self.device)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         logits, labels = self.labelled_logits(batch)
@@ -182,6 +183,8 @@ class LanguageModule(LightningModule):
                 places = torch.arange(len(labels), device=labels.device)
             right = logits.argmax(-1) == labels
             self.recall.update(right, places // seq_len, n_rows, seq_len, batch["n_pairs"])
+        if batch.get("examples") and batch["labelled"] is not None and len(labels):
+            self.exact.update(logits.argmax(-1) == labels, batch["labelled"], batch["cu_seqlens"])
 
     def on_validation_epoch_end(self) -> None:
         values = self._end_of_evaluation("val")
@@ -199,7 +202,7 @@ class LanguageModule(LightningModule):
         totals = self.totals.compute()
         self.evaluated_tokens = int(totals.pop("tokens", 0))
         self.recall_kinds = self.recall.compute() if self.recall.update_called else {}
-        values = totals | accuracies(self.recall_kinds)
+        values = totals | accuracies(self.recall_kinds) | (self.exact.compute() if self.exact.update_called else {})
         self.evaluated = {f"{split}/{name}": value for name, value in values.items()}
         self.record(self.evaluated, self.trainer.global_step)
         return self.evaluated

@@ -178,6 +178,8 @@ def coerce(value: Any, hint: Any, key: str, origin: str = "") -> Any:
     Text is read by `from_text`, so that a quoted "4" of a YAML file and `key=4` mean the same.
     """
     reason = ""
+    if kind_of(hint) in (list, tuple) and isinstance(value, int | float) and not isinstance(value, bool):
+        value = [value]  # `lengths=2048` inside a mapping was read as a number already
     try:
         typed = _checked(from_text(value, hint) if isinstance(value, str) else value, hint)
         if not (isinstance(typed, float) and math.isnan(typed)):

@@ -220,7 +220,7 @@ def describe(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModul
 def report(module: LanguageModule, trainer: Trainer) -> None:
     """Validation before and after, as a table."""
     names = {"loss": "val/loss", "perplexity": "val/perplexity", "word perplexity": "val/word_perplexity"}
-    names |= {"bits per byte": "val/bits_per_byte", "accuracy": "val/accuracy"}
+    names |= {"bits per byte": "val/bits_per_byte", "accuracy": "val/accuracy", "exact match": "val/exact_match"}
     before, after = module.first_validation, module.metrics
     print(f"\nvalidation      {'before':>10} {'after':>10}")
     for name, tag in names.items():

@@ -52,6 +52,8 @@ class Batch(TypedDict):
     """Words of it (between white space), in proportion likewise. None: not a text."""
     n_pairs: int | None
     """Key–value pairs per row (associative recall). None: another kind of data."""
+    examples: NotRequired[bool]
+    """Whether every document is an example, which is right if all its labels are. Missing: no."""
     carry: NotRequired[Carry]
     """How the rows continue those of the step before. Missing: every document is at its beginning."""
 

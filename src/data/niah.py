@@ -28,7 +28,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from src.data import IGNORE, Batch, DataModule, Split
 from src.data.common import needles
@@ -222,6 +221,7 @@ class Niah(DataModule):
             n_bytes=None,
             n_words=None,
             n_pairs=None,
+            examples=True,
         )
 
     def describe(self) -> dict[str, object]:
@@ -231,18 +231,6 @@ class Niah(DataModule):
             facts[split] = f"{'/'.join(map(str, lengths))} tokens"
             facts[f"{split}.haystack tokens"] = len(self.corpus.stream(split))
         return facts
-
-
-def exact_match(right: Tensor, places: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """bool [N]: of each of the N examples with labels, whether all its labelled places were predicted right.
-
-    `right [n]` tells which labelled places were, `places [n]` where they are in the flattened row, `cu_seqlens` is
-    the batch's.
-    """
-    example = torch.searchsorted(cu_seqlens.to(places.dtype), places, right=True) - 1
-    counts = torch.zeros(2, len(cu_seqlens), dtype=torch.int64, device=right.device)
-    counts.index_add_(1, example, torch.stack([right.long(), torch.ones_like(example)]))
-    return (counts[0] == counts[1])[counts[1] > 0]
 
 
 def _known(task: str, key: str) -> None:

@@ -70,9 +70,7 @@ def evaluate(trained: Trained) -> Report:
     )  # fmt: skip
 
 
-def cell_scores(
-    trained: Trained, data: Niah, task: str, length: int, depth: float, examples: int
-) -> Iterator[Score]:
+def cell_scores(trained: Trained, data: Niah, task: str, length: int, depth: float, examples: int) -> Iterator[Score]:
     """The examples of one task, length and depth, as many at once as a forward pass takes."""
     at_once = max(1, trained.piece // length)
     for first in range(0, examples, at_once):

@@ -16,8 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from src.data import IGNORE
 from src.data.common import needles
 from src.data.common.needles import TASKS, contained
-from src.data.niah import Niah, exact_match
+from src.data.niah import Niah
 from src.errors import UserError
+from src.metrics import exact_match
 from src.registry import DATA, build_options
 
 TEXT = [task for task, kind in TASKS.items() if kind.haystack == "text"]

@@ -14,7 +14,7 @@ from src.evaluation.niah import _data, forced, greedy
 from src.model import LanguageModel, ModelConfig
 from src.pieces import prefill
 from src.registry import MIXERS, build_options
-from tests.training import run, write_corpus
+from tests.training import rows, run, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,10 @@ def needle_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("needles")
     write_corpus(folder / "corpus")
     return run(
-        folder, "run.name=needles", "data=niah", "data.haystack=text", f"data.haystack_options.path={folder / 'corpus'}",
-        "data.tokenizer=bytes", "data.seq_len=512", "data.batch_size=2", "data.tasks=single_2,multivalue",
-        "data.val_examples=1", "trainer.max_steps=2", "mixer=loglinear_gdn",
+        folder, "run.name=needles", "data=niah", "data.haystack=text",
+        f"data.haystack_options.path={folder / 'corpus'}", "data.vocab_size=337", "data.seq_len=512",
+        "data.batch_size=2", "data.tasks=single_2,multivalue", "data.val_examples=1", "trainer.max_steps=2",
+        "mixer=loglinear_gdn",
     )  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def test_table_figure_and_file(needle_run, capsys):
         [f"run={needle_run}", "task=niah", "lengths=512,1024", "examples=2", "depths=3", "split=test", "device=cpu"],
     )  # fmt: skip
     out = capsys.readouterr().out
+    assert 0 <= float(rows(needle_run)[-1]["val/exact_match"]) <= 1
     saved = json.loads((needle_run / "evaluation-niah-test.json").read_text())
     places = {(row["task"], row["length"], row["depth"]) for row in saved["cells"]}
     assert places == {(t, n, d) for t in ("single_2", "multivalue") for n in (512, 1024) for d in (0, 0.5, 1)}
@@ -68,29 +70,28 @@ def test_table_figure_and_file(needle_run, capsys):
     assert (needle_run / "evaluation-niah-test.png").stat().st_size > 1000
 
 
-def test_a_model_that_knows_the_answer_finds_every_needle(needle_run, monkeypatch):
-    """Logits that point at the answer: both scores are 1; at something else: 0."""
+@pytest.mark.parametrize("good", [True, False])
+def test_a_model_that_knows_the_answer_finds_every_needle(needle_run, monkeypatch, good):
+    """One that says the answer to each prompt has both scores 1; one that says something else has 0."""
     trained = open_run(EvaluateConfig(run=str(needle_run), device="cpu", task="niah", split="test"))
     data = _data(trained)
-    for good in (True, False):
-        monkeypatch.setattr("src.evaluation.niah.prefill", lambda model, prompts, size: (None, prompts))
-        monkeypatch.setattr("src.evaluation.niah.forced", lambda model, logits, state, answers: [good] * len(answers))
-
-        def say(model, logits, prompts, tokens, eot, good=good):
-            answers = {tuple(e.prompt_ids): e.answer_ids for e in drawn}
-            return [answers[tuple(p)] if good else data.tokenizer.encode("nothing") for p in prompts]
-
-        drawn = [
-            data.example("test", task, 512, n, depth)
-            for task in data.config.tasks for n in range(2) for depth in (0.0, 1.0)
-        ]  # fmt: skip
-        monkeypatch.setattr("src.evaluation.niah.greedy", say)
-        options = EvaluateConfig(
-            run=str(needle_run), device="cpu", task="niah", split="test", lengths=[512], examples=2, depths=2
-        )
-        results = evaluate(options)
-        assert {row["found"] for row in results["cells"]} == {float(good)}
-        assert {row["exact"] for row in results["cells"]} == {float(good)}
+    drawn = [
+        data.example("test", task, 512, n, depth)
+        for task in data.config.tasks for n in range(2) for depth in (0.0, 1.0)
+    ]  # fmt: skip
+    answers = {tuple(example.prompt_ids): example.answer_ids for example in drawn}
+    nothing = data.tokenizer.encode("nothing")
+    said = "src.evaluation.niah."
+    monkeypatch.setattr(said + "prefill", lambda model, prompts, size: (None, prompts))
+    monkeypatch.setattr(said + "forced", lambda model, logits, state, answers: [good] * len(answers))
+    monkeypatch.setattr(
+        said + "greedy",
+        lambda model, logits, prompts, tokens, eot: [answers[tuple(p)] if good else nothing for p in prompts],
+    )
+    options = {"run": str(needle_run), "device": "cpu", "task": "niah", "split": "test"}
+    results = evaluate(EvaluateConfig(lengths=[512], examples=2, depths=2, **options))
+    assert {row["found"] for row in results["cells"]} == {float(good)}
+    assert {row["exact"] for row in results["cells"]} == {float(good)}
 
 
 def test_needles_in_the_text_of_a_run_on_text(tmp_path):
@@ -112,7 +113,7 @@ def test_contained():
         (["lengths=20"], "at least"),
         (["tasks=single_9"], "single_9"),
         (["depths=0"], "depths=0"),
-        (["data.name=text"], "task=niah measures"),
+        (["data.name=prose"], "task=niah measures"),
         (["max_tokens=5"], "does not use it"),
     ],
 )

@@ -163,11 +163,6 @@ class Corpus(DataModule):
         if left == self.config.tokenizer_bytes:
             raise UserError(f"data={self.config.name} has no training text for data.tokenizer=bpe")
 
-    def stream(self, split: Split) -> Stream:
-        """The tokens of a split, after setup(). Raises UserError where it has no text."""
-        self._require(split)
-        return self._streams[split]
-
     # Batches
 
     def _row_length(self, split: Split) -> int:
