@@ -21,7 +21,7 @@ def curves(
     for name, (places, values) in series.items():
         axes.plot(places, values, label=name, marker=None if steps else "o", markersize=4)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: _tokens(value))
+    axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
     if trained_length is not None:
         axes.axvline(trained_length, color="grey", linestyle="--", linewidth=1)
         axes.annotate(
@@ -52,10 +52,10 @@ def heat_map(
 
 
 def _label(value: object) -> str:
-    return _tokens(value) if isinstance(value, int) else str(value)
+    return tokens_label(value) if isinstance(value, int) else str(value)
 
 
-def _tokens(value: float) -> str:
+def tokens_label(value: float) -> str:
     """4096 as 4K, 1536 as 1536."""
     number = int(value)
     return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)

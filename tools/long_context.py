@@ -1,0 +1,170 @@
+"""Mixers at long context, over seeds: `python -m tools.long_context runs/novels-* runs/needles-* --figure long.png`.
+
+Reads what `python -m src.evaluate` has left in the run folders (task=perplexity, positions, niah) and groups runs by
+mixer. A number is the mean over the seeds, with the smallest and largest where there are several; a mixer with one
+seed is marked, since one seed claims nothing.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from src.errors import UserError
+from src.evaluation.figures import tokens_label
+
+ORDER = ("softmax", "mamba2", "loglinear_mamba2", "gated_deltanet", "loglinear_gdn")
+COLOURS = dict(zip(ORDER, ("black", "tab:orange", "tab:red", "tab:cyan", "tab:blue"), strict=True))
+# (mixer, task, what) -> x -> the value of every seed
+Values = dict[tuple[str, str, str], dict[float, list[float]]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.long_context", description=__doc__, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders with evaluations")
+    parser.add_argument("--split", default="test", choices=("val", "test"))
+    parser.add_argument("--figure", type=Path, default=None, metavar="PNG", help="draw the curves here")
+    parser.add_argument("--csv", type=Path, default=None, metavar="CSV", help="write every number of every seed here")
+    options = parser.parse_args()
+    try:
+        found = load(options.runs, options.split)
+        print(table(found))
+        if options.csv:
+            write_csv(found, options.csv)
+        if options.figure:
+            draw(found).savefig(options.figure, dpi=150, bbox_inches="tight")
+            print(f"figure: {options.figure}")
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def load(folders: Iterable[Path], split: str) -> list[dict[str, Any]]:
+    """The evaluations in the folders. Raises UserError where there is none."""
+    paths = [p for folder in folders for p in sorted(folder.glob(f"evaluation-*-{split}.json"))]
+    found = [json.loads(path.read_text()) for path in paths]
+    if not found:
+        raise UserError(f"no evaluation-<task>-{split}.json in these folders: run python -m src.evaluate first")
+    seen: dict[tuple, Path] = {}
+    for result, path in zip(found, paths, strict=True):
+        key = (result["mixer"], result["task"], result["seed"])
+        if key in seen:
+            raise UserError(f"{path} and {seen[key]} are of the same mixer, task and seed: give one of the two")
+        seen[key] = path
+    return found
+
+
+def points(found: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, float, int, float]]:
+    """(mixer, task, what, x, seed, value) of everything that is drawn or listed."""
+    for result in found:
+        mixer, task, seed = result["mixer"], result["task"], result["seed"]
+        if task == "perplexity":
+            for row in result["lengths"]:
+                for what in ("perplexity", "word_perplexity", "bits_per_byte", "loss"):
+                    yield mixer, task, what, row["length"], seed, row[what]
+        elif task == "positions":
+            for row in result["positions"]:
+                yield mixer, task, "loss", (max(row["begin"], 1) * row["end"]) ** 0.5, seed, row["loss"]
+        elif task == "niah":
+            cells = defaultdict(list)
+            for row in result["cells"]:
+                for what in ("found", "exact"):
+                    cells[f"{what}/{row['task']}", row["length"]].append(row[what])
+            for (what, length), values in cells.items():
+                yield mixer, task, what, length, seed, float(np.mean(values))
+
+
+def gather(found: list[dict[str, Any]]) -> Values:
+    values: Values = defaultdict(lambda: defaultdict(list))
+    for mixer, task, what, x, _, value in points(found):
+        values[mixer, task, what][x].append(value)
+    return values
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """A line a mixer, as Markdown: perplexity and needles by length."""
+    values = gather(found)
+    lengths = sorted({x for (_, task, _), by in values.items() if task == "perplexity" for x in by})
+    needles = sorted({what for _, task, what in values if task == "niah" and what.startswith("found/")})
+    depths = sorted({x for (_, task, _), by in values.items() if task == "niah" for x in by})
+    head = ["mixer", "seeds", "parameters", "state, bytes"]
+    head += [f"perplexity at {tokens_label(n)}" for n in lengths] + ["bits per byte"] * bool(lengths)
+    head += [f"{what.partition('/')[2]} at {tokens_label(n)}" for what in needles for n in depths]
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for mixer in _mixers(found):
+        own = [result for result in found if result["mixer"] == mixer]
+        seeds = sorted({result["seed"] for result in own})
+        cells = [f"`{mixer}`", ", ".join(map(str, seeds)) + (" (one)" if len(seeds) == 1 else "")]
+        cells += [f"{own[0]['parameters']:,}", f"{own[0].get('state_bytes', 0):,}"]
+        cells += [_spread(values[mixer, "perplexity", "perplexity"].get(n, []), ".2f") for n in lengths]
+        if lengths:
+            cells.append(_spread(values[mixer, "perplexity", "bits_per_byte"].get(lengths[0], []), ".4f"))
+        cells += [_spread(values[mixer, "niah", what].get(n, []), ".0%") for what in needles for n in depths]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(found: list[dict[str, Any]]) -> Figure:
+    """Loss by position, loss by row length, and needles by length, whichever there are; bands from seed to seed."""
+    values = gather(found)
+    panels = [("positions", "loss", "position, tokens", "loss, nats a token")]
+    panels += [("perplexity", "perplexity", "tokens a row", "perplexity")]
+    tasks = sorted({what for _, task, what in values if task == "niah" and what.startswith("found/")})
+    panels += [("niah", what, "length, tokens", f"needles found, {what.partition('/')[2]}") for what in tasks]
+    panels = [p for p in panels if any((m, *p[:2]) in values for m in _mixers(found))]
+    figure = Figure(figsize=(5.2 * len(panels), 4))
+    trained = max(result["trained_length"] for result in found)
+    for axes, (task, what, x, y) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
+        for mixer in _mixers(found):
+            by = values.get((mixer, task, what))
+            if not by:
+                continue
+            places = sorted(by)
+            low, mean, high = ([f(by[p]) for p in places] for f in (min, np.mean, max))
+            colour = COLOURS.get(mixer)
+            axes.plot(
+                places, mean, label=mixer, color=colour, marker=None if task == "positions" else "o", markersize=4
+            )
+            axes.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
+        axes.axvline(trained, color="grey", linestyle="--", linewidth=1)
+        axes.set(xlabel=x, ylabel=y)
+        if task == "niah":
+            axes.set_ylim(-0.03, 1.03)
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.suptitle(f"dashed: the trained length, {tokens_label(trained)} tokens", fontsize=9)
+    return figure
+
+
+def write_csv(found: list[dict[str, Any]], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["mixer", "task", "what", "x", "seed", "value"])
+        writer.writerows(sorted(points(found)))
+
+
+def _mixers(found: list[dict[str, Any]]) -> list[str]:
+    names = {result["mixer"] for result in found}
+    return [*(name for name in ORDER if name in names), *sorted(names - set(ORDER))]
+
+
+def _spread(values: list[float], form: str) -> str:
+    """The mean, and from the smallest to the largest of several seeds."""
+    if not values:
+        return "–"
+    mean = format(float(np.mean(values)), form)
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}}–{max(values):{form}})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
