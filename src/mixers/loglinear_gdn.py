@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from src import ops
-from src.layers import Beyond, LevelScales
+from src.mixers._levels import LevelOptions
 from src.mixers.gated_deltanet import GatedDeltaNet
 from src.ops import costs
 from src.ops.state import State
@@ -25,15 +25,14 @@ class LogLinearGatedDeltaNet(GatedDeltaNet):
     """
 
     @dataclass
-    class Config(GatedDeltaNet.Config):
-        beyond: Beyond = "last"
-        """Scales of levels beyond the trained length: the last one, the mean, or the last one halved each time."""
+    class Config(LevelOptions, GatedDeltaNet.Config):
+        pass
 
     config: Config
 
     def __init__(self, config: Config, *, d_model: int, layer_idx: int, n_layers: int, max_seq_len: int) -> None:
         super().__init__(config, d_model=d_model, layer_idx=layer_idx, n_layers=n_layers, max_seq_len=max_seq_len)
-        self.level_scales = LevelScales(d_model, self.n_v_heads, ops.num_levels(max_seq_len), config.beyond)
+        self.level_scales = config.level_scales(d_model, self.n_v_heads, max_seq_len)
 
     def recurrence(
         self, x: Tensor, *inputs: Tensor, **call: Tensor | State | bool | str | None

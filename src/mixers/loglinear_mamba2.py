@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from src import ops
-from src.layers import Beyond, LevelScales
+from src.mixers._levels import LevelOptions
 from src.mixers.mamba2 import Mamba2
 from src.ops import costs
 from src.ops.state import State
@@ -21,15 +21,14 @@ class LogLinearMamba2(Mamba2):
     """
 
     @dataclass
-    class Config(Mamba2.Config):
-        beyond: Beyond = "last"
-        """Scales of levels beyond the trained length: the last one, the mean, or the last one halved each time."""
+    class Config(LevelOptions, Mamba2.Config):
+        pass
 
     config: Config
 
     def __init__(self, config: Config, *, d_model: int, layer_idx: int, n_layers: int, max_seq_len: int) -> None:
         super().__init__(config, d_model=d_model, layer_idx=layer_idx, n_layers=n_layers, max_seq_len=max_seq_len)
-        self.level_scales = LevelScales(d_model, self.n_heads, ops.num_levels(max_seq_len), config.beyond)
+        self.level_scales = config.level_scales(d_model, self.n_heads, max_seq_len)
 
     def recurrence(
         self, x: Tensor, *inputs: Tensor, **call: Tensor | State | bool | str | None
