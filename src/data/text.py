@@ -106,8 +106,8 @@ class Text(Corpus):
         for part in self._slices[split]:
             yield read(part, self.config.encoding_errors)
 
-    def sizes(self) -> dict[str, int]:
-        return {split: sum(part.end - part.begin for part in parts) for split, parts in self._slices.items()}
+    def size(self) -> int:
+        return sum(part.end - part.begin for parts in self._slices.values() for part in parts)
 
     def content_hash(self) -> str:
         content = hashlib.sha256(self.config.encoding_errors.encode())

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from src.errors import UserError
 
-PIECE = 1 << 18  # characters encoded at once
+PIECE = 1 << 15  # characters encoded at once: eight times more take 1.4 times as long (GPT-2, 2 cores)
 BLOCK = 1 << 20  # bytes read at once
 DIGEST_MEMO = 1 << 26  # bytes: hashes of larger files are kept by path, size and time (about 1 s per GB else)
 
@@ -101,13 +101,13 @@ def pieces(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
     rest = ""
     for block in blocks:
         rest += block
-        while len(rest) > 2 * size:
-            cut = next(
-                (i for i in range(size, size // 2, -1) if rest[i] in " \n" and not rest[i - 1].isspace()),
-                size,
-            )
-            yield rest[:cut]
-            rest = rest[cut:]
+        begin = 0
+        while len(rest) - begin > 2 * size:
+            places = range(begin + size, begin + size // 2, -1)
+            end = next((i for i in places if rest[i] in " \n" and not rest[i - 1].isspace()), begin + size)
+            yield rest[begin:end]
+            begin = end
+        rest = rest[begin:]
     if rest:
         yield rest
 
