@@ -81,8 +81,6 @@ class Hub(Corpus):
             raise UserError("data.val_fraction + data.test_fraction must be below 1")
         if config.max_documents is not None and config.max_documents < 1:
             raise UserError(f"data.max_documents={config.max_documents}: must be at least 1 (null: all)")
-        if not config.path and not config.hub_id:
-            raise UserError(f"data.hub_id is not set: name a data set of the Hub (<owner>/<name>), or {LOCAL}")
 
     # What a corpus gives
 
@@ -95,6 +93,8 @@ class Hub(Corpus):
 
     def content_hash(self) -> str:
         config = self.config
+        if not config.path and not config.hub_id:
+            raise UserError(f"data.hub_id is not set: name a data set of the Hub (<owner>/<name>), or {LOCAL}")
         facts: list[Any] = [config.split, config.max_documents, config.val_fraction, config.test_fraction]
         if config.path:
             facts += [self._column]
@@ -187,9 +187,13 @@ class Hub(Corpus):
     def _column(self) -> str | None:
         """The column of the local tables; None where there are none."""
         tables = [file for files in self._files.values() for file in files if rows.kind(file) != "txt"]
-        if not tables:
-            return None
-        return rows.choose_column(*rows.columns(tables[0]), self.config.column, str(tables[0]))
+        for file in tables:
+            names, texts = rows.columns(file)
+            if names:
+                return rows.choose_column(names, texts, self.config.column, str(file))
+        if tables:
+            raise UserError(f"data.path={','.join(self.config.path)}: {tables[0].name} has no row")
+        return None
 
     def _digest(self, file: Path) -> str:
         return digest_file(file, self.cache_dir / "digests")
