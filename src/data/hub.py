@@ -236,8 +236,8 @@ class Hub(Corpus):
             self._origin,
             config.hub_id,
             LOCAL if config.subset else f"give data.subset=, or {LOCAL}",
-            name=config.subset,
-            revision=self._commit,
+            subset=config.subset,
+            commit=self._commit,
             data_files=config.data_files or None,
             streaming=config.streaming,
         )

@@ -122,8 +122,8 @@ def _lines(file: Path) -> Iterator[str]:
 
 def _hub_lines(version: str, split: str) -> Iterator[str]:
     remedy = "give data.path= a folder with the files wiki.train.raw, wiki.valid.raw and wiki.test.raw"
-    rows = load("data=wikitext", HUB, remedy, name=version, split=HUB_SPLITS[split], revision=REVISION)
-    for batch in rows.iter(batch_size=1000):
+    tables = load("data=wikitext", HUB, remedy, subset=version, commit=REVISION)
+    for batch in tables[HUB_SPLITS[split]].iter(batch_size=1000):
         yield from map(_line, batch["text"])
 
 

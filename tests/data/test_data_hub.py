@@ -224,21 +224,25 @@ class _FakeHub:
         self.asked: list[str | None] = []
         self.loaded: list[dict] = []
         self.commit: str | None = COMMIT
-        real = datasets.load_dataset
+        self.downloaded: str | None = None
+        real = datasets.load_dataset_builder
 
         def commit(name, revision):
             self.asked.append(revision)
             return self.commit
 
-        def load_dataset(hub_id, **options):
+        def load_dataset_builder(hub_id, **options):
             self.loaded.append({"hub_id": hub_id} | options)
-            return real(str(folder), cache_dir=str(folder.parent / "datasets"), **(options | {"revision": None}))
+            cache = str(folder.parent / "datasets")
+            builder = real(str(folder), cache_dir=cache, **(options | {"revision": None}))
+            builder.hash = self.downloaded or options["revision"]
+            return builder
 
         monkeypatch.setattr(hub, "commit", commit)
         monkeypatch.setattr(hub, "reachable", lambda kind, name: self.commit is not None)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent / "hub"))
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
 
 
 @pytest.fixture
@@ -258,7 +262,8 @@ def test_a_corpus_by_name(tmp_path, fake, rows, streaming):
     for split in ("train", "test"):
         assert got[split] == [t for t, s in zip(_texts(rows[:100]), belongs, strict=True) if s == split]
     first = fake.loaded[0]
-    assert (first["hub_id"], first["revision"], first["streaming"]) == ("some/corpus", COMMIT, streaming)
+    assert (first["hub_id"], first["revision"]) == ("some/corpus", COMMIT)
+    assert bool(list((tmp_path / "datasets").rglob("*.arrow"))) is not streaming
     assert fake.asked == [None]
 
 
@@ -298,6 +303,12 @@ def test_the_options_of_a_hub_corpus_decide_the_cache(tmp_path, fake):
         assert _module(tmp_path, hub_id="some/corpus", **options).content_hash() != first
     assert _module(tmp_path, hub_id="some/corpus", streaming=False).content_hash() == first
     assert not fake.loaded
+
+
+def test_a_download_of_another_commit_is_not_taken_for_it(tmp_path, fake):
+    fake.downloaded = "c" * 40  # what `datasets` gives offline, whichever revision is asked for
+    with pytest.raises(UserError, match=f"what is downloaded of some/corpus is commit {'c' * 40}, not {COMMIT}"):
+        _module(tmp_path, hub_id="some/corpus").setup("fit")
 
 
 def test_one_file_of_a_repository(tmp_path, fake, rows):

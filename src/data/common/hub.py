@@ -4,6 +4,7 @@ Its own client retries a failed look-up for 23 s (huggingface_hub 1.x), twice fo
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +42,20 @@ def downloaded_commit(name: str, revision: str | None) -> str | None:
     return commits[0] if len(commits) == 1 else None
 
 
-def load(origin: str, hub_id: str, remedy: str, **options: Any) -> Any:
-    """`datasets.load_dataset`; whatever goes wrong is one line that names `origin` and what to give instead."""
+def load(
+    origin: str,
+    hub_id: str,
+    remedy: str,
+    *,
+    subset: str | None,
+    commit: str,
+    data_files: list[str] | None = None,
+    streaming: bool = False,
+) -> Mapping[str, Any]:
+    """All splits of a data set as tables of `datasets`: streamed, or downloaded and prepared once.
+
+    Whatever goes wrong is one line that names `origin` and what to give instead.
+    """
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE and not reachable("dataset", hub_id):
@@ -50,15 +63,22 @@ def load(origin: str, hub_id: str, remedy: str, **options: Any) -> Any:
             f"{origin}: the Hub cannot be reached for {hub_id}; {remedy} (or HF_HUB_OFFLINE=1 for an earlier download)"
         )
     try:
-        from datasets import disable_progress_bars, load_dataset
+        from datasets import disable_progress_bars, load_dataset_builder
     except ImportError as error:
         raise UserError(f"{origin} needs the package datasets ({error}): pip install datasets") from error
     if not sys.stderr.isatty():  # its bars flood a log
         disable_progress_bars()
     try:
-        return load_dataset(hub_id, **options)
+        builder = load_dataset_builder(hub_id, name=subset, revision=commit, data_files=data_files)
+        if builder.hash == commit:
+            if streaming:
+                return builder.as_streaming_dataset()
+            builder.download_and_prepare()
+            return builder.as_dataset()
     except Exception as error:  # no network after all, no such subset, a full disk: each in its own class
         raise UserError(f"{origin}: {hub_id} cannot be loaded ({cause(error)}); {remedy}") from error
+    # Offline, `datasets` takes the latest download, whichever is asked for.
+    raise UserError(f"{origin}: what is downloaded of {hub_id} is commit {builder.hash}, not {commit}; {remedy}")
 
 
 def cause(error: Exception) -> str:
