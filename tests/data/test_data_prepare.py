@@ -111,6 +111,7 @@ Text(Text.Config(name="text", path=[folder], cache_dir=out, vocab_size=300)).pre
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_random_moments(tmp_path, seed, prose):
     """Through the whole path: from files, with a trained tokenizer, killed from outside."""
     (tmp_path / "corpus").mkdir()
