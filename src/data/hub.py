@@ -117,6 +117,10 @@ class Hub(Corpus):
             return None
         return sum(known[table.split].num_bytes or 0 for table in self._tables.values() if table.split in known) or None
 
+    def describe(self) -> dict[str, object]:
+        source = {} if self.config.path else {"source": f"{self.config.hub_id}@{self._commit}"}
+        return super().describe() | source
+
     # Splits
 
     def _require(self, split: Split) -> None:

@@ -276,6 +276,7 @@ def test_once_prepared_the_hub_is_not_asked(tmp_path, fake):
     second = _module(tmp_path, hub_id="some/corpus")
     second.setup("fit")
     assert second.fingerprint == first.fingerprint
+    assert second.describe()["source"] == f"some/corpus@{COMMIT}"
     assert not fake.asked
     assert not fake.loaded
 

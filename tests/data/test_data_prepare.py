@@ -158,7 +158,7 @@ def test_another_text_under_the_same_name_begins_anew(tmp_path, seed, small, cap
 
 
 @pytest.mark.parametrize("damage", ["no record", "half a record", "short file", "another key", "fewer documents"])
-def test_a_record_that_does_not_fit_is_not_trusted(tmp_path, seed, small, damage):
+def test_a_record_that_does_not_fit_is_not_trusted(tmp_path, seed, small, damage, capfd):
     documents = _documents(seed, 60)
     _killed(tmp_path / "out", documents, 3)
     partial = tmp_path / "out.partial"
@@ -176,6 +176,9 @@ def test_a_record_that_does_not_fit_is_not_trusted(tmp_path, seed, small, damage
     else:
         documents = documents[:1]
     build(tmp_path / "out", lambda: documents, ByteTokenizer())
+    said = capfd.readouterr().err
+    # Fewer documents are noticed only when they have been read.
+    assert ("begins anew" in said) == ("continues" in said) == (damage == "fewer documents")
     build(tmp_path / "whole", lambda: documents, ByteTokenizer())
     assert _content(tmp_path / "out") == _content(tmp_path / "whole")
 
