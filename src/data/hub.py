@@ -28,7 +28,7 @@ from urllib.parse import quote
 from src.data import Split
 from src.data.common import hub, rows
 from src.data.common.corpus import Corpus
-from src.data.common.files import SPLIT_NAMES, Slice, digest_file, find, named_split, read, reading, split_of
+from src.data.common.files import SPLIT_NAMES, Slice, digest_file, find, keep, named_split, read, reading, split_of
 from src.data.common.prepare import SPLITS, Document
 from src.errors import UserError
 
@@ -184,7 +184,9 @@ class Hub(Corpus):
             )
         found = {split: [file for file in files if named[file] == split] for split in SPLITS}
         if not found["train"]:
-            raise UserError(f"data.path={','.join(self.config.path)}: no file's name says train")
+            raise UserError(
+                f"data.path={','.join(self.config.path)}: no file's name says train (data.split=hash takes all)"
+            )
         return {split: files for split, files in found.items() if files}
 
     @cached_property
@@ -226,10 +228,7 @@ class Hub(Corpus):
                     "data.revision="
                 )
             return known
-        note.parent.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_name(f".{note.name}")
-        temporary.write_text(found)
-        temporary.replace(note)
+        keep(note, found)
         return found
 
     @cached_property

@@ -153,6 +153,22 @@ def test_the_first_documents_only(tmp_path, rows):
     assert sum(map(len, _documents(module).values())) == 40
 
 
+def test_the_size_is_known_about_where_it_can_be(tmp_path, rows):
+    text = sum(len(t.encode()) for t in _texts(rows))
+    for name in ("a.jsonl", "a.parquet"):
+        size = _module(tmp_path, path=[str(_write(tmp_path / name, rows))]).size()
+        assert text < size < 2 * text
+    (tmp_path / "a.txt").write_bytes(b"x" * 77)
+    assert _module(tmp_path, path=[str(tmp_path / "a.txt")]).size() == 77
+    assert _module(tmp_path, path=[str(tmp_path / "*.jsonl")], max_documents=5).size() is None
+    assert _module(tmp_path, path=[str(_write(tmp_path / "a.jsonl.zst", rows)), str(tmp_path / "a.txt")]).size() is None
+
+
+def test_a_missing_package_is_named():
+    for error in (ValueError("Compression type zstd not supported"), ImportError("Please pip install zstandard")):
+        assert hub.cause(error) == "it is compressed with zstd: pip install zstandard"
+
+
 def test_half_a_surrogate_pair(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d b"}\n{"text": "\\ud83d\\ude42"}\n')
     assert _all(_module(tmp_path, path=[str(tmp_path / "a.jsonl")])) == ["a\ufffd b", "🙂"]

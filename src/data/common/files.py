@@ -105,12 +105,17 @@ def digest_file(path: Path, memo: Path) -> str:
             return note.read_text()
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if stat.st_size > DIGEST_MEMO:
-        with contextlib.suppress(OSError):  # a note only saves time
-            memo.mkdir(parents=True, exist_ok=True)
-            temporary = note.with_suffix(f".{os.getpid()}")
-            temporary.write_text(digest)
-            temporary.replace(note)
+        keep(note, digest)
     return digest
+
+
+def keep(note: Path, text: str) -> None:
+    """Write a small file, whole or not at all; nothing where its folder cannot be written."""
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        temporary = note.with_name(f".{note.name}.{os.getpid()}")
+        temporary.write_text(text)
+        temporary.replace(note)
 
 
 def read(part: Slice, encoding_errors: str | None = None) -> Iterator[str]:

@@ -71,15 +71,15 @@ def as_text(value: Any, column: str, origin: str) -> str:
     return value
 
 
-def text_size(path: Path, column: str) -> int | None:
-    """Bytes of the column, about; None where that is not known without reading."""
+def text_size(path: Path, column: str | None) -> int | None:
+    """Bytes of text in a file, about; None where that is not known without reading."""
     if kind(path) == "parquet":
         metadata = _parquet(path).metadata
         chunks = (
             metadata.row_group(i).column(j) for i in range(metadata.num_row_groups) for j in range(metadata.num_columns)
         )
         return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
-    return path.stat().st_size if path.name.lower().endswith((".json", ".jsonl")) else None
+    return path.stat().st_size if path.name.lower().endswith((".json", ".jsonl", ".txt")) else None
 
 
 def _parquet(path: Path) -> Any:
