@@ -59,12 +59,12 @@ class PyStdlib(Corpus):
             if self.split_of(path) == split:
                 yield decode(self._source(path))
 
-    def sizes(self) -> dict[str, int]:
-        sizes = dict.fromkeys(("train", "val", "test"), 0)
+    def size(self) -> int:
+        total = 0
         for path in self._files:
             with reading(self.root / path):
-                sizes[self.split_of(path)] += (self.root / path).stat().st_size
-        return sizes
+                total += (self.root / path).stat().st_size
+        return total
 
     def content_hash(self) -> str:
         content = hashlib.sha256()

@@ -10,9 +10,7 @@ A file is a document. Splits are disjoint by construction, in one of two ways (d
 Validation and test text of your own: data.val_path=, data.test_path=.
 """
 
-import glob
 import hashlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +19,7 @@ from typing import Literal
 
 from src.data import Split
 from src.data.common.corpus import Corpus
-from src.data.common.files import Slice, cut_near, digest_file, read, split_of
+from src.data.common.files import Slice, cut_near, digest_file, find, read, split_of
 from src.errors import UserError
 
 FEW = 100  # files: by hash, 5 % of fewer would often be none
@@ -55,7 +53,7 @@ class Text(Corpus):
     @cached_property
     def _slices(self) -> dict[str, list[Slice]]:
         config = self.config
-        own = {split: _find(key, getattr(config, key), config.extensions) for split, key in _KEYS.items()}
+        own = {split: find(key, getattr(config, key), config.extensions) for split, key in _KEYS.items()}
         if not own["train"]:
             raise UserError("data.path is not set: name a text file, a folder or a pattern")
         _check_apart(own)
@@ -106,8 +104,8 @@ class Text(Corpus):
         for part in self._slices[split]:
             yield read(part, self.config.encoding_errors)
 
-    def sizes(self) -> dict[str, int]:
-        return {split: sum(part.end - part.begin for part in parts) for split, parts in self._slices.items()}
+    def size(self) -> int:
+        return sum(part.end - part.begin for parts in self._slices.values() for part in parts)
 
     def content_hash(self) -> str:
         content = hashlib.sha256(self.config.encoding_errors.encode())
@@ -118,41 +116,6 @@ class Text(Corpus):
 
 
 _KEYS = {"train": "path", "val": "val_path", "test": "test_path"}
-
-
-def _find(key: str, patterns: list[str], extensions: list[str]) -> list[Path]:
-    """The files that the patterns name, sorted, each once."""
-    allowed = {f".{extension.lower().removeprefix('.')}" for extension in extensions}
-    found: dict[Path, Path] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            files = _in_folder(key, path, allowed)
-        elif path.is_file():
-            files = [path]
-        else:
-            files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]
-            if not files:
-                raise UserError(f"data.{key}={pattern}: no such file or folder, and no file matches it")
-        found.update({file.resolve(): file for file in files})
-    return sorted(found.values(), key=lambda file: file.as_posix())
-
-
-def _in_folder(key: str, folder: Path, allowed: set[str]) -> list[Path]:
-    everything = [
-        path
-        for path in folder.rglob("*")
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file()
-    ]
-    files = [path for path in everything if path.suffix.lower() in allowed]
-    if not files:
-        kinds = Counter(path.suffix.lower() or "(none)" for path in everything).most_common(4)
-        there = ", ".join(f"{n} {kind}" for kind, n in kinds) or "no file at all"
-        cure = f"data.extensions={kinds[0][0]} takes the first" if kinds else "give files or another folder"
-        raise UserError(
-            f"data.{key}={folder}: no {', '.join(sorted(allowed))} file in that folder (it has {there}); {cure}"
-        )
-    return files
 
 
 def _check_apart(own: dict[str, list[Path]]) -> None:

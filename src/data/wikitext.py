@@ -20,13 +20,13 @@ from typing import Literal
 
 from src.data import Split
 from src.data.common.corpus import Corpus
-from src.data.common.files import Slice, digest_file, read, reading
-from src.data.common.hub import reachable
+from src.data.common.files import Slice, digest_file, named_split, read, reading
+from src.data.common.hub import load
+from src.data.common.rows import texts
 from src.errors import UserError
 
 HUB = "Salesforce/wikitext"
 REVISION = "b08601e04326c79dfdd32d625aee71d232d685c3"  # so that the content is known without asking the Hub
-NAMES = {"train": {"train"}, "val": {"valid", "validation", "val"}, "test": {"test"}}
 HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 SUFFIXES = {".raw", ".tokens", ".txt", ".parquet"}
 TITLE = re.compile(r" = (?!= ).*(?<! =) = ")
@@ -49,7 +49,7 @@ class WikiText(Corpus):
     @cached_property
     def _files(self) -> dict[str, list[Path]]:
         """The local files of each split; empty lists for the Hub."""
-        found: dict[str, list[Path]] = {split: [] for split in NAMES}
+        found: dict[str, list[Path]] = {split: [] for split in HUB_SPLITS}
         for name in [self.config.path] if isinstance(self.config.path, str) else self.config.path:
             path = Path(name).expanduser()
             if not path.exists():
@@ -103,14 +103,12 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _split_of(file: Path) -> str | None:
-    words = set(re.split(r"[^a-z]+", file.stem.lower()))
-    splits = [split for split, names in NAMES.items() if names & words]
-    return splits[0] if len(splits) == 1 and file.suffix in SUFFIXES else None
+    return named_split(file.stem) if file.suffix in SUFFIXES else None
 
 
 def _lines(file: Path) -> Iterator[str]:
     if file.suffix == ".parquet":
-        yield from _parquet_lines(file)
+        yield from map(_line, texts(file, "text"))
         return
     rest = ""
     with reading(file):
@@ -122,33 +120,10 @@ def _lines(file: Path) -> Iterator[str]:
         yield rest
 
 
-def _parquet_lines(file: Path) -> Iterator[str]:
-    import pyarrow.parquet as parquet
-
-    try:
-        for batch in parquet.ParquetFile(file).iter_batches(columns=["text"]):
-            yield from map(_line, batch.column("text").to_pylist())
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file} is no Parquet file with a column 'text' ({error})") from error
-
-
 def _hub_lines(version: str, split: str) -> Iterator[str]:
-    from huggingface_hub import constants
-
-    if not constants.HF_HUB_OFFLINE and not reachable("dataset", HUB):
-        raise UserError(
-            f"data=wikitext: the Hub cannot be reached for {HUB}; give data.path= a folder with the files "
-            "wiki.train.raw, wiki.valid.raw and wiki.test.raw (or HF_HUB_OFFLINE=1 for an earlier download)"
-        )
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(HUB, version, split=HUB_SPLITS[split], revision=REVISION)
-    except Exception as error:  # no network after all, nothing downloaded before, a full disk: each in its own class
-        raise UserError(
-            f"data=wikitext: {HUB} cannot be loaded ({' '.join(str(error).split())[:120]}); give data.path="
-        ) from error
-    for batch in rows.iter(batch_size=1000):
+    remedy = "give data.path= a folder with the files wiki.train.raw, wiki.valid.raw and wiki.test.raw"
+    tables = load("data=wikitext", HUB, remedy, subset=version, commit=REVISION)
+    for batch in tables[HUB_SPLITS[split]].iter(batch_size=1000):
         yield from map(_line, batch["text"])
 
 

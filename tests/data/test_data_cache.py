@@ -1,8 +1,7 @@
-"""The token cache: made once, whole or not at all, by one process or several."""
+"""The token cache: keyed by content and tokenizer, made once, by one process or several."""
 
 import multiprocessing
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from src.data.common import cache
-from src.data.common.files import PIECE
+from src.data.common.prepare import build
 from src.data.common.tokenizer import ByteTokenizer
 from src.data.text import Text
 from src.errors import UserError
@@ -69,30 +68,6 @@ def test_the_corpus_may_lie_elsewhere(folder):
     assert len(_caches(folder)) == 1
 
 
-def _prepare_and_die(folder: Path) -> None:
-    tokenise = cache._tokenise
-
-    def slow(path, documents, tokenizer, split, total):
-        if split == "val":  # the training split is written already
-            os.kill(os.getpid(), signal.SIGKILL)
-        return tokenise(path, documents, tokenizer, split, total)
-
-    cache._tokenise = slow
-    _module(folder).prepare_data()
-
-
-def test_a_killed_preparation_is_not_trusted(folder):
-    process = multiprocessing.get_context("fork").Process(target=_prepare_and_die, args=(folder,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    assert [path.suffix for path in _caches(folder)] == [".partial"]
-    module = _module(folder)
-    module.setup()
-    assert [path.suffix for path in _caches(folder)] == [""]
-    assert module._streams["val"].n_bytes > 0
-
-
 def _prepare(folder: Path, results) -> None:
     module = _module(folder)
     module.setup()
@@ -135,39 +110,11 @@ def test_a_cache_folder_that_cannot_be_written(folder):
 def test_large_vocabularies_take_four_bytes(folder):
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size = 1 << 17
-    cache.build(folder / "out", {"train": ["ab"], "val": [], "test": []}, tokenizer, {})
+    build(folder / "out", lambda: [("train", "ab")], tokenizer)
     streams = cache.open_streams(folder / "out")
     assert streams["train"].tokens.dtype == np.uint32
     assert streams["train"].tokens.tolist() == [256, 97, 98, 256]
     assert len(streams["val"]) == 0
-
-
-def test_documents_larger_than_a_batch_stream_through(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "BATCH", 1 << 12)
-    largest = 0
-
-    def parts():
-        for _ in range(40_000):
-            yield "word " * 10
-
-    class Watching(ByteTokenizer):
-        def encode_batch(self, texts):
-            nonlocal largest
-            largest = max(largest, sum(map(len, texts)))
-            return super().encode_batch(texts)
-
-    cache.build(tmp_path / "out", {"train": [parts()], "val": [], "test": []}, Watching(), {})
-    stream = cache.open_streams(tmp_path / "out")["train"]
-    assert (stream.n_documents, stream.n_bytes, len(stream)) == (1, 2_000_000, 2_000_001)
-    assert largest < 2 * PIECE + cache.BATCH
-
-
-def test_words_are_counted_across_pieces(tmp_path):
-    """A word longer than a piece is cut; documents end words."""
-    long = "x" * (5 * PIECE)
-    documents = [f"a {long} b", "c", iter(["d e", "e ", " f\n", "g"])]
-    cache.build(tmp_path / "out", {"train": documents, "val": [], "test": []}, ByteTokenizer(), {})
-    assert cache.open_streams(tmp_path / "out")["train"].word_starts.tolist() == [0, 3, 4, 8]
 
 
 def test_errors_of_the_caller_are_not_those_of_the_folder(folder):

@@ -14,7 +14,7 @@ PLUGIN = Path(__file__).parents[1] / "plugins" / "copy_task.py"
 
 
 def test_the_choices():
-    assert {"pystdlib", "prose", "text", "wikitext", "mqar", "niah"} <= set(DATA.names())
+    assert {"pystdlib", "prose", "text", "wikitext", "hub", "mqar", "niah"} <= set(DATA.names())
     for name in DATA.names():
         cls = DATA.get(name)
         assert issubclass(cls, DataModule)

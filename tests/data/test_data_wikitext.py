@@ -6,8 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from src.data import wikitext
-from src.data.wikitext import WikiText, articles
+from src.data.wikitext import REVISION, WikiText, articles
 from src.errors import UserError
 
 FIRST = " \n = First = \n \n Text . \n \n = = Part = = \n \n = 5 = \n More . \n \n = = = Deep = = = \n \n"
@@ -117,20 +116,29 @@ def test_the_hub_is_asked_once_for_one_revision(tmp_path, monkeypatch):
         def iter(self, batch_size):
             yield {"text": list(self)}
 
-    def load_dataset(name, version, *, split, revision):
-        asked.append((name, version, split, revision))
-        return Rows(["", " = Title = \n", "", f" {split} \n"])
+    class Builder:
+        hash = REVISION
+
+        def download_and_prepare(self):
+            pass
+
+        def as_dataset(self):
+            splits = ("train", "validation", "test")
+            return {split: Rows(["", " = Title = \n", "", f" {split} \n"]) for split in splits}
+
+    def load_dataset_builder(hub_id, *, name, revision, data_files):
+        asked.append((hub_id, name, revision, data_files))
+        return Builder()
 
     stand_in = ModuleType("datasets")
-    stand_in.load_dataset = load_dataset
+    stand_in.load_dataset_builder, stand_in.disable_progress_bars = load_dataset_builder, lambda: None
     monkeypatch.setitem(sys.modules, "datasets", stand_in)
-    monkeypatch.setattr(wikitext, "reachable", lambda kind, name: True)
+    monkeypatch.setattr("src.data.common.hub.reachable", lambda kind, name: True)
     module = _module(tmp_path, version="wikitext-103-raw-v1")
     module.setup("fit")
-    assert {call[2] for call in asked} == {"train", "validation", "test"}
-    assert all(call[:2] == ("Salesforce/wikitext", "wikitext-103-raw-v1") for call in asked)
+    assert set(asked) == {("Salesforce/wikitext", "wikitext-103-raw-v1", REVISION, None)}
     assert module.tokenizer.decode(module._streams["val"].tokens[1:-1]) == " \n = Title = \n \n validation \n"
     asked.clear()
-    monkeypatch.setattr(wikitext, "reachable", lambda kind, name: pytest.fail("asked again"))
+    monkeypatch.setattr("src.data.common.hub.reachable", lambda kind, name: pytest.fail("asked again"))
     _module(tmp_path, version="wikitext-103-raw-v1").setup("fit")
     assert not asked

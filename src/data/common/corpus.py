@@ -5,16 +5,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from torch.utils.data import DataLoader
 
 from src.data import Batch, DataModule, Split
 from src.data.common import cache
-from src.data.common.cache import SPLITS, Document
 from src.data.common.lanes import carry_of, lane_rows, lane_spans
 from src.data.common.packing import Stream, pack
+from src.data.common.prepare import Document, build, flat
 from src.data.common.sampling import permutation
 from src.data.common.tokenizer import find_tokenizer
 from src.errors import UserError
@@ -69,9 +69,15 @@ class Corpus(DataModule):
     def content_hash(self) -> str:
         """Hexadecimal hash of all that `documents` gives for all splits, found without tokenising."""
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each split, where known without reading: for the progress bar."""
-        return {}
+    def all_documents(self) -> Iterator[tuple[Split, Document]]:
+        """Those of all splits, each with its split. A corpus whose splits are read together overrides it."""
+        for split in get_args(Split):
+            for document in self.documents(split):
+                yield split, document
+
+    def size(self) -> int | None:
+        """Bytes of all splits, where known without reading or about: for the progress bar."""
+        return None
 
     # Preparation
 
@@ -98,8 +104,7 @@ class Corpus(DataModule):
                     self.tokenizer = cache.trained_bpe(self._bpe_path(), self.config.vocab_size, texts)
                 folder = self._folder()
                 if not folder.is_dir():
-                    documents = {split: self.documents(split) for split in SPLITS}
-                    cache.build(folder, documents, self.tokenizer, self.sizes())
+                    build(folder, self.all_documents, self.tokenizer, self.size())
             self._open()
 
     def setup(self, stage: str | None = None) -> None:
@@ -155,7 +160,7 @@ class Corpus(DataModule):
         left = self.config.tokenizer_bytes
         if left < 1:
             raise UserError(f"data.tokenizer_bytes={left}: must be at least 1")
-        for _, text in cache.flat(self.documents("train")):
+        for _, _, text in flat(("train", document) for document in self.documents("train")):
             yield text
             left -= len(text)
             if left <= 0:
