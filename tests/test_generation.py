@@ -85,7 +85,7 @@ def test_state_has_room_for_the_new_tokens(model, monkeypatch):
         LanguageModel, "step", lambda self, ids, state=None, **a: states.append(state) or step(self, ids, state, **a)
     )
     list(generate(model, [1] * 60, 70, Sampling()))
-    memory = states[1].layers[0]["memory"]  # what the first new token meets
+    memory = states[0].layers[0]["memory"]  # what the first new token meets
     assert memory.in_place
     assert memory.max_position == 60 + 70
 

@@ -26,6 +26,7 @@ from src.layers import LevelScales
 from src.model import LanguageModel
 from src.module import LanguageModule, check_backend, load_module, pick_device
 from src.options import show, type_hints
+from src.pieces import piece_size
 from src.registry import DATA, build_options
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Trained:
     @property
     def piece(self) -> int:
         """Tokens of a forward pass."""
-        return self.options.piece or (16384 if self.device.type == "cuda" else 4096)
+        return self.options.piece or piece_size(self.device)
 
     def arithmetic(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16-mixed")

@@ -67,10 +67,12 @@ def digest_file(path: Path, memo: Path) -> str:
     return digest
 
 
-def read(part: Slice, encoding_errors: str = "strict") -> Iterator[str]:
+def read(
+    part: Slice, encoding_errors: str = "strict", cure: str = "convert it, or set data.encoding_errors=replace"
+) -> Iterator[str]:
     """The text of a slice in blocks: UTF-8, a byte order mark dropped, \\r\\n and \\r as \\n.
 
-    Raises UserError that names file and byte where it is not UTF-8 and `encoding_errors` is "strict".
+    Raises UserError that names file, byte and `cure` where it is not UTF-8 and `encoding_errors` is "strict".
     """
     utf8 = codecs.getincrementaldecoder("utf-8")(encoding_errors)
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
@@ -85,9 +87,7 @@ def read(part: Slice, encoding_errors: str = "strict") -> Iterator[str]:
                 yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 at = file.tell() - len(error.object) + error.start
-                raise UserError(
-                    f"{part.path} is not UTF-8 (byte {at}): convert it, or set data.encoding_errors=replace"
-                ) from error
+                raise UserError(f"{part.path} is not UTF-8 (byte {at}): {cure}") from error
             if not block:
                 return
 
