@@ -99,7 +99,7 @@ def generate_rows(
     max_new_tokens: int,
     sampling: Sampling,
     *,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     stop: int | None = None,
     ended: Container[int] = (),
     piece: int | None = None,
@@ -109,10 +109,11 @@ def generate_rows(
     """Yield `(row, id)`: up to `max_new_tokens` ids after each prompt (at least one id), all rows step by step.
 
     A row ends before the id `stop`, of which `(row, None)` tells, or after an id at which the caller has put it
-    into `ended`; the others go on without it. Each row draws from a CPU generator of its own, all with the same
-    seed: a row's ids are those that its prompt gives alone, and the same on every device (up to rounding).
+    into `ended`; the others go on without it. Each row draws from a CPU generator of its own: a row's ids are those
+    that its prompt gives alone, and the same on every device (up to rounding).
 
     Args:
+        seed: of every row, or one for each.
         piece: tokens of a forward pass while prompts are read; None: as the device.
         advance: is told how many tokens of the prompts have been read since its last call.
     """
@@ -121,7 +122,8 @@ def generate_rows(
     timing = timing or Timing()
     device = next(model.parameters()).device
     live = list(range(len(prompts)))
-    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
+    seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
+    generators = [torch.Generator().manual_seed(s) for s in seeds]
     start = time.perf_counter()
     logits, state = prefill(model, prompts, piece or piece_size(device), advance)
     state = state.for_decoding(max_new_tokens)

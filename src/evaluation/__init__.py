@@ -32,17 +32,17 @@ from src.registry import DATA, build_options
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TASKS = ("perplexity", "positions", "mqar")
+TASKS = ("perplexity", "positions", "mqar", "lm_eval")
 COMMON = {"run", "task", "checkpoint", "data", "piece", "beyond", "precision", "device", "output", "runs_dir"}
 
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
-    """Measure a trained model: perplexity, loss by position, associative recall, on its run's data or others."""
+    """Measure a trained model: perplexity, loss by position, associative recall, tasks of lm-evaluation-harness."""
 
     run: str
     """Name of the run in runs_dir, or the path of its folder."""
-    task: Literal["perplexity", "positions", "mqar"] | None = None
+    task: Literal["perplexity", "positions", "mqar", "lm_eval"] | None = None
     """What is measured; null: what the run was trained on (mqar, or else perplexity)."""
     split: Literal["val", "test"] = "val"
     """Which part of the data; all of it, not only the batches that training looked at."""
@@ -52,6 +52,14 @@ class EvaluateConfig:
     """Tokens of the split to look at, evenly spread (perplexity, positions); null: all."""
     examples: int = 1000
     """Examples of each cell (mqar)."""
+    tasks: list[str] = field(default_factory=list)
+    """Names of tasks, groups or tags of the lm-evaluation-harness (lm_eval; pip install '.[lm-eval]')."""
+    task_path: str | None = None
+    """Folder of your own YAML tasks, which tasks= may then name too (lm_eval)."""
+    num_fewshot: int | None = None
+    """Solved examples in front of each question (lm_eval); null: as each task says."""
+    limit: int | None = None
+    """Questions of each task at most, the first ones (lm_eval); null: all."""
     checkpoint: Literal["last", "best"] = "last"
     """Which checkpoint of the run: the last, or the one of the lowest validation loss."""
     data: dict[str, Any] = field(default_factory=dict)
@@ -70,10 +78,10 @@ class EvaluateConfig:
     """Folder that holds the runs."""
 
     def __post_init__(self) -> None:
-        for key in ("max_tokens", "examples", "piece"):
+        for key, least in {"max_tokens": 1, "examples": 1, "piece": 1, "limit": 1, "num_fewshot": 0}.items():
             value = getattr(self, key)
-            if value is not None and value < 1:
-                raise UserError(f"{key}={value}: must be at least 1")
+            if value is not None and value < least:
+                raise UserError(f"{key}={value}: must be at least {least}")
         for length in self.lengths:
             if length < 1:
                 raise UserError(f"lengths={show(self.lengths)}: each must be at least 1")
@@ -92,6 +100,8 @@ class Report:
     curve: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """For TensorBoard, at a step of their own: a length or a position."""
     figure: "Figure | None" = None
+    by_split: bool = True
+    """Whether it is of one split of the data."""
 
 
 @dataclass
