@@ -37,6 +37,8 @@ class GenerateConfig(Sampling):
     """UTF-8 files, each a prompt of any length (not repeated); several: each text under its file's name when done."""
     max_new_tokens: int = 256
     """Tokens to generate after each prompt at most; end-of-text ends earlier."""
+    stop_at_end: bool = True
+    """Whether end-of-text ends a text; false: go on, with a new document, until max_new_tokens."""
     seed: int = 0
     """Seed of the draws; of several prompts, each gives the text that it gives alone."""
     piece: int | None = None
@@ -79,7 +81,7 @@ def main(cfg: GenerateConfig) -> None:
         cfg.max_new_tokens,
         cfg,
         seed=cfg.seed,
-        stop=tokenizer.eot,
+        stop=tokenizer.eot if cfg.stop_at_end else None,
         piece=cfg.piece,
         advance=progress(sum(map(len, prompts)), cfg.piece or piece_size(device)),
         timing=timing,
@@ -99,10 +101,13 @@ def main(cfg: GenerateConfig) -> None:
 
 def read_prompt(path: str, tokenizer: Tokenizer) -> Tensor:
     """The token ids of a file. Raises UserError that names it."""
+    file = Path(path).expanduser()
     try:
-        with reading(Path(path)):
-            whole = Slice(Path(path), 0, Path(path).stat().st_size)
-        return encode(read(whole, cure="convert it"), tokenizer)
+        with reading(file):
+            size = file.stat().st_size
+        if not file.is_file():
+            raise UserError(f"{file} is not a file")
+        return encode(read(Slice(file, 0, size), cure="convert it"), tokenizer)
     except UserError as error:
         raise UserError(f"prompt_file: {error}") from error
 

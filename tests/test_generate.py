@@ -2,6 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from src.config import run_cli
 from src.generate import GenerateConfig, main
@@ -98,6 +99,19 @@ def test_numbers_at_the_end(text_run, capsys):
     assert times == pytest.approx(cache / state, abs=0.06)
 
 
+def test_generation_goes_on_behind_end_of_text(text_run, capsys, monkeypatch):
+    """A model that says nothing else."""
+    monkeypatch.setattr("src.generation.probabilities", lambda logits, _: torch.eye(257)[256].expand(len(logits), -1))
+    generate(text_run, "prompt=x")
+    out, err = capsys.readouterr()
+    assert out == "x\n"
+    assert "[end of text]" in err
+    generate(text_run, "prompt=x", "stop_at_end=false")
+    out, err = capsys.readouterr()
+    assert out == "x" + "<|endoftext|>" * 12 + "\n"
+    assert "end of text" not in err
+
+
 def test_synthetic_task_has_no_text(tmp_path, capsys):
     run_dir = run(tmp_path, "run.name=recall", "data=mqar", "data.n_pairs=2", "data.vocab_size=32", "data.examples=64")
     with pytest.raises(SystemExit) as end:
@@ -116,7 +130,7 @@ def test_mistakes_are_one_line(text_run, capsys, wrong):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "No such file"), (b"abc\xff", "not UTF-8 (byte 3): convert it"), ("folder", "Is a directory")],
+    [(None, "No such file"), (b"abc\xff", "not UTF-8 (byte 3): convert it"), ("folder", "is not a file")],
 )
 def test_a_file_that_is_no_prompt_is_named(text_run, tmp_path, capsys, content, words):
     file = tmp_path / "wrong.txt"

@@ -214,6 +214,7 @@ def test_generation_that_is_not_possible_is_refused(wanted, message):
         (["tasks=choice", "task_path={path}/no"], "no such folder"),
         (["tasks=choice", "limit=0"], "limit=0"),
         (["tasks=choice", "num_fewshot=-1"], "num_fewshot=-1"),
+        (["tasks=choice", "data.path=x"], "data.path: task=lm_eval does not use it"),
         (["tasks=choice", "split=test"], "task=lm_eval does not use it"),
         (["tasks=choice", "task=perplexity"], "task=perplexity does not use it"),
     ],
