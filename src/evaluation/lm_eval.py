@@ -19,7 +19,7 @@ RESAMPLINGS = 1000
 def evaluate(trained: Trained) -> Report:
     options = trained.options
     if options.data:
-        raise UserError(f"data.{next(iter(options.data))}: task=lm_eval does not use it, its tasks bring their own data")
+        raise UserError(f"data.{next(iter(options.data))}: task=lm_eval does not use it: tasks bring their data")
     if not options.tasks:
         raise UserError("task=lm_eval needs tasks=[…]: names of the harness, or of your own tasks in task_path")
     if options.task_path is not None and not Path(options.task_path).is_dir():
