@@ -34,7 +34,7 @@ def _write(trained: Trained, name: str, report: Report) -> dict[str, Any]:
     results: dict[str, Any] = {
         "run": run_dir.name,
         "task": name,
-        "split": options.split,
+        **({"split": options.split} if report.by_split else {}),
         "checkpoint": options.checkpoint,
         "step": trained.module.loaded_step,
         "trained_length": trained.trained_length,
@@ -46,7 +46,7 @@ def _write(trained: Trained, name: str, report: Report) -> dict[str, Any]:
         "precision": trained.precision,
         **report.values,
     }
-    file = Path(options.output) if options.output else run_dir / f"evaluation-{name}-{options.split}.json"
+    file = Path(options.output) if options.output else run_dir / f"evaluation-{_label(trained, name, report)}.json"
     write_json(file, results)
     results["file"] = str(file)
     if report.figure is not None:
@@ -56,9 +56,13 @@ def _write(trained: Trained, name: str, report: Report) -> dict[str, Any]:
     return results
 
 
+def _label(trained: Trained, name: str, report: Report) -> str:
+    return f"{name}-{trained.options.split}" if report.by_split else name
+
+
 def _to_tensorboard(trained: Trained, name: str, report: Report) -> None:
     """Events of their own in the run folder, so that the curves lie over those of other runs."""
-    step, prefix = trained.module.loaded_step, f"{name}-{trained.options.split}"
+    step, prefix = trained.module.loaded_step, _label(trained, name, report)
     with SummaryWriter(str(trained.run_dir), filename_suffix=f".{prefix}") as writer:
         for tag, value in report.scalars.items():
             writer.add_scalar(f"{prefix}/{tag}", value, step)

@@ -1,14 +1,15 @@
 """Sampling from a model: prefill by the chunked form, then token by token with the state."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from src.errors import UserError
 from src.model import LanguageModel
+from src.pieces import piece_size, prefill
 
 
 @dataclass
@@ -52,21 +53,31 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass
 class Timing:
-    """Filled while generating: seconds and tokens of prefill and steps; at the end, what the state has come to."""
+    """Filled while generating: tokens and seconds of prefill and steps; at the end, what the states have come to."""
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     new_tokens: int = 0
-    step_seconds: float = 0.0
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    """Of each step after prefill, the tokens that it read (one a row that still went on) and its seconds."""
     positions: int = 0
-    """Tokens that the state has read: the last new one only where another was asked for after it."""
+    """Tokens that the states have read: a row's last new one only where another was asked for after it."""
     state_bytes: int = 0
+    """Live bytes of the rows' states, each at its row's end."""
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(seconds for _, seconds in self.steps)
+
+    def steps_a_second(self, part: slice = slice(None)) -> float:
+        """Of some of the steps: the tokens a second that a row gets."""
+        steps = self.steps[part]
+        return len(steps) / sum(seconds for _, seconds in steps)
 
 
-@torch.inference_mode()
 def generate(
     model: LanguageModel,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | Tensor,
     max_new_tokens: int,
     sampling: Sampling,
     *,
@@ -74,38 +85,76 @@ def generate(
     stop: int | None = None,
     timing: Timing | None = None,
 ) -> Iterator[int]:
-    """Yield up to `max_new_tokens` ids after `prompt` (at least one id); ends before the id `stop`.
+    """Yield up to `max_new_tokens` ids after `prompt`: `generate_rows` of one row."""
+    rows = generate_rows(model, [prompt], max_new_tokens, sampling, seed=seed, stop=stop, timing=timing)
+    for _, token in rows:
+        if token is not None:
+            yield token
 
-    Draws come from a CPU generator, so that a seed gives the same text on every device (up to rounding).
+
+@torch.inference_mode()
+def generate_rows(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int] | Tensor],
+    max_new_tokens: int,
+    sampling: Sampling,
+    *,
+    seed: int | Sequence[int] = 0,
+    stop: int | None = None,
+    ended: Container[int] = (),
+    piece: int | None = None,
+    advance: Callable[[int], object] = lambda tokens: None,
+    timing: Timing | None = None,
+) -> Iterator[tuple[int, int | None]]:
+    """Yield `(row, id)`: up to `max_new_tokens` ids after each prompt (at least one id), all rows step by step.
+
+    A row ends before the id `stop`, of which `(row, None)` tells, or after an id at which the caller has put it
+    into `ended`; the others go on without it. Each row draws from a CPU generator of its own: a row's ids are those
+    that its prompt gives alone, and the same on every device (up to rounding).
+
+    Args:
+        seed: of every row, or one for each.
+        piece: tokens of a forward pass while prompts are read; None: as the device.
+        advance: is told how many tokens of the prompts have been read since its last call.
     """
-    if not prompt:
+    if not all(map(len, prompts)):
         raise ValueError("prompt: expected at least one token id, came none")
     timing = timing or Timing()
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.tensor([list(prompt)], device=device)
+    live = list(range(len(prompts)))
+    seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
+    generators = [torch.Generator().manual_seed(s) for s in seeds]
     start = time.perf_counter()
-    logits, state = model.step(ids, None, last_only=True)
+    logits, state = prefill(model, prompts, piece or piece_size(device), advance)
     state = state.for_decoding(max_new_tokens)
-    p = probabilities(logits[0, -1], sampling).cpu()
-    timing.prompt_tokens, timing.prefill_seconds = len(prompt), time.perf_counter() - start
-    timing.positions = len(prompt)
+    p = probabilities(logits, sampling).cpu()
+    timing.prompt_tokens = timing.positions = sum(map(len, prompts))
+    timing.prefill_seconds = time.perf_counter() - start
     try:
-        for i in range(max_new_tokens):
-            token = int(torch.multinomial(p, 1, generator=generator))
-            if token == stop:
-                return
-            timing.new_tokens += 1
-            yield token
-            if i + 1 == max_new_tokens:
+        for left in reversed(range(max_new_tokens)):  # tokens that a row may still have after this one
+            tokens = [int(torch.multinomial(p[n], 1, generator=generators[row])) for n, row in enumerate(live)]
+            on = []
+            for n, row in enumerate(live):
+                if tokens[n] == stop:
+                    yield row, None
+                    continue
+                timing.new_tokens += 1
+                yield row, tokens[n]
+                if row not in ended:
+                    on.append(n)
+            if not on or not left:
                 return
             start = time.perf_counter()
-            logits, state = model.step(torch.tensor([[token]], device=device), state)
-            p = probabilities(logits[0, -1], sampling).cpu()
-            timing.positions += 1
-            timing.step_seconds += time.perf_counter() - start
+            if len(on) < len(live):
+                timing.state_bytes += state.select([n for n in range(len(live)) if n not in on]).num_bytes
+                state = state.select(on).for_decoding(left)
+                live, tokens = [live[n] for n in on], [tokens[n] for n in on]
+            logits, state = model.step(torch.tensor(tokens, device=device)[:, None], state)
+            p = probabilities(logits[:, -1], sampling).cpu()
+            timing.positions += len(live)
+            timing.steps.append((len(live), time.perf_counter() - start))
     finally:
-        timing.state_bytes = state.num_bytes  # once: it may wait for the device
+        timing.state_bytes += state.num_bytes  # not at every step: it may wait for the device
 
 
 def stream_text(ids: Iterator[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:

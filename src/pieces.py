@@ -5,7 +5,7 @@ one document that an earlier piece began, and only that one's state has to be ca
 state (all but softmax attention) memory does not grow with the sequence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,11 @@ from src.ops.state import ModelState
 
 LOGITS = 1 << 26
 """Logits that are in memory at once: 256 MiB in fp32."""
+
+
+def piece_size(device: torch.device) -> int:
+    """Tokens of a forward pass where nobody says otherwise."""
+    return 16384 if device.type == "cuda" else 4096
 
 
 @dataclass(frozen=True)
@@ -100,15 +105,20 @@ def token_losses(
 
 
 @torch.inference_mode()
-def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], size: int) -> tuple[Tensor, ModelState]:
+def prefill(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int] | Tensor],
+    size: int,
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> tuple[Tensor, ModelState]:
     """Logits after the last token of each prompt, `[N, vocab_size]`, and the state of N rows.
 
-    Prompts of different lengths are packed, none is padded. In every call all N documents have their entry of the
-    state, and most of them no token.
+    Prompts of different lengths (at least one token) are packed, none is padded. In every call all N documents have
+    their entry of the state, and most of them no token. `advance` is told how many tokens a call has read.
     """
     device = next(model.parameters()).device
     ends = torch.tensor([0, *map(len, prompts)]).cumsum(0)
-    ids = torch.tensor([[token for prompt in prompts for token in prompt]])
+    ids = torch.cat([torch.as_tensor(prompt, dtype=torch.int64) for prompt in prompts])[None]
     total, state = ids.shape[1], None
     logits: list[Tensor | None] = [None] * len(prompts)
     for begin in range(0, total, size):
@@ -120,4 +130,5 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], size: int) -
         last = model.head(hidden[0, (ends[1:][done] - 1 - begin).to(device)])
         for n, row in zip(done, last, strict=True):
             logits[n] = row
+        advance(end - begin)
     return torch.stack(logits), state

@@ -2,6 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from src.config import run_cli
 from src.generate import GenerateConfig, main
@@ -55,6 +56,62 @@ def test_prompt_longer_than_the_training_rows(text_run, capsys):
     assert "[the prompt's 121 tokens exceed the 16 of the training rows]" in err
 
 
+def test_prompt_from_a_file_is_that_text(text_run, tmp_path, capsys):
+    text = "def é(x):\n    return " * 9
+    generate(text_run, f"prompt={text}")
+    said = capsys.readouterr().out
+    file = tmp_path / "a.txt"
+    file.write_text(text)
+    generate(text_run, f"prompt_file={file}", "piece=7")
+    out, err = capsys.readouterr()
+    assert text + out == said
+    assert f"[{file}'s {len(text.encode()) + 1} tokens exceed the 16" in err
+
+
+def test_several_prompts_each_give_what_they_give_alone(text_run, tmp_path, capsys):
+    texts = {"a.txt": "x", "b.txt": "def " * 30, "empty.txt": ""}
+    alone = {}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        generate(text_run, f"prompt_file={tmp_path / name}", "seed=3")
+        alone[name] = capsys.readouterr().out
+    files = [str(tmp_path / name) for name in texts]
+    generate(text_run, f"prompt_file=[{','.join(files)}]", "seed=3")
+    out, err = capsys.readouterr()
+    parts = [f"== {tmp_path / name} ==\n{text}" for name, text in alone.items()]
+    assert sorted(out) == sorted("".join(parts))
+    assert all(part in out for part in parts)
+    assert re.search(r"prompt: 124 tokens", err)
+
+
+def test_numbers_at_the_end(text_run, capsys):
+    """Of many steps, the first and the last; the state's bytes against keys and values of the model's width."""
+    run_cli(main, GenerateConfig, [f"run={text_run}", "device=cpu", "prompt=abc", "max_new_tokens=250", "seed=1"])
+    err = capsys.readouterr().err
+    new = int(re.search(r"generated: (\d+) tokens", err)[1])
+    steps = new - ("end of text" not in err)
+    assert (steps >= 100) == bool(re.search(r"first tenth of the steps, [\d,]+ in the last", err))
+    state, positions, cache, times = re.search(
+        r"state: ([\d,]+) bytes after (\d+) tokens.*keeps: ([\d,]+) bytes, ([\d,.]+) times", err
+    ).groups()
+    state, positions, cache, times = (float(x.replace(",", "")) for x in (state, positions, cache, times))
+    assert cache == positions * 2 * 16 * 4  # one layer of width 16 in fp32
+    assert times == pytest.approx(cache / state, abs=0.06)
+
+
+def test_generation_goes_on_behind_end_of_text(text_run, capsys, monkeypatch):
+    """A model that says nothing else."""
+    monkeypatch.setattr("src.generation.probabilities", lambda logits, _: torch.eye(257)[256].expand(len(logits), -1))
+    generate(text_run, "prompt=x")
+    out, err = capsys.readouterr()
+    assert out == "x\n"
+    assert "[end of text]" in err
+    generate(text_run, "prompt=x", "stop_at_end=false")
+    out, err = capsys.readouterr()
+    assert out == "x" + "<|endoftext|>" * 12 + "\n"
+    assert "end of text" not in err
+
+
 def test_synthetic_task_has_no_text(tmp_path, capsys):
     run_dir = run(tmp_path, "run.name=recall", "data=mqar", "data.n_pairs=2", "data.vocab_size=32", "data.examples=64")
     with pytest.raises(SystemExit) as end:
@@ -63,12 +120,39 @@ def test_synthetic_task_has_no_text(tmp_path, capsys):
     assert "not trained on text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", ["temperature=-1", "top_p=2", "top_k=0", "max_new_tokens=0", "seed=x"])
+@pytest.mark.parametrize("wrong", ["temperature=-1", "top_p=2", "top_k=0", "max_new_tokens=0", "piece=0", "seed=x"])
 def test_mistakes_are_one_line(text_run, capsys, wrong):
     with pytest.raises(SystemExit) as end:
         run_cli(main, GenerateConfig, [f"run={text_run}", "device=cpu", wrong])
     assert end.value.code == 2
+    check_error(capsys, wrong.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "No such file"), (b"abc\xff", "not UTF-8 (byte 3): convert it"), ("folder", "is not a file")],
+)
+def test_a_file_that_is_no_prompt_is_named(text_run, tmp_path, capsys, content, words):
+    file = tmp_path / "wrong.txt"
+    if content == "folder":
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        generate(text_run, f"prompt_file={file}")
+    assert end.value.code == 2
+    check_error(capsys, "prompt_file: ", str(file), words)
+
+
+def test_prompt_and_file_are_one_too_many(text_run, capsys):
+    with pytest.raises(SystemExit) as end:
+        generate(text_run, "prompt=a", "prompt_file=b")
+    assert end.value.code == 2
+    check_error(capsys, "prompt=a", "prompt_file")
+
+
+def check_error(capsys, *words: str) -> None:
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
-    assert wrong.partition("=")[0] in error
+    assert all(word in error for word in words)

@@ -1,12 +1,15 @@
 import random
+import statistics
+import time
 
 import pytest
 import torch
 
 from src.config import compose
 from src.errors import UserError
-from src.generation import Sampling, Timing, generate, probabilities, stream_text
+from src.generation import Sampling, Timing, generate, generate_rows, probabilities, stream_text
 from src.model import LanguageModel
+from src.pieces import prefill
 
 VOCAB = 16
 
@@ -85,9 +88,55 @@ def test_state_has_room_for_the_new_tokens(model, monkeypatch):
         LanguageModel, "step", lambda self, ids, state=None, **a: states.append(state) or step(self, ids, state, **a)
     )
     list(generate(model, [1] * 60, 70, Sampling()))
-    memory = states[1].layers[0]["memory"]  # what the first new token meets
+    memory = states[0].layers[0]["memory"]  # what the first new token meets
     assert memory.in_place
     assert memory.max_position == 60 + 70
+
+
+@pytest.mark.parametrize("mixer", ["loglinear_gdn", "loglinear_mamba2", "softmax", "hybrid"])
+def test_rows_give_what_their_prompts_give_alone(mixer, seed):
+    """Prompts of several lengths, rows that end at different times, a caller that ends one."""
+    cfg = compose([f"mixer={mixer}", "data=mqar", "model.d_model=16", "model.n_layers=2"])
+    model = LanguageModel(cfg.model, cfg.mixer, VOCAB, 32).double().eval()
+    prompts = [torch.randint(VOCAB, (n,)).tolist() for n in (1, 70, 3, 3, 130)]
+    alone = [list(generate(model, prompt, 80, Sampling(), seed=seed)) for prompt in prompts]
+    stop, cut, ended = alone[1][20], 7, set()
+    timing = Timing()
+    rows = [[] for _ in prompts]
+    for row, token in generate_rows(
+        model, prompts, 80, Sampling(), seed=seed, stop=stop, ended=ended, piece=50, timing=timing
+    ):
+        assert None not in rows[row]
+        rows[row].append(token)
+        if row == 2 and len(rows[row]) == cut:
+            ended.add(row)
+    expected = [[*ids[: ids.index(stop)], None] if stop in ids else ids for ids in alone]
+    expected[2] = expected[2][:cut]
+    assert rows == expected
+    read = [len(p) + len(ids) - (ids[-1] is not None) - (None in ids) for p, ids in zip(prompts, rows, strict=True)]
+    assert timing.positions == sum(read)
+    assert timing.state_bytes == sum(model.state_bytes(n, torch.float64) for n in read)
+    assert timing.new_tokens == sum(len(ids) - (None in ids) for ids in rows)
+    assert sum(n for n, _ in timing.steps) == sum(read) - sum(map(len, prompts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["mamba2", "gated_deltanet", "loglinear_mamba2", "loglinear_gdn"])
+def test_late_tokens_take_no_longer_than_early_ones(mixer):
+    """At the default width, behind 65,200 tokens (whose chunk reads most levels) and behind 100."""
+    cfg = compose([f"mixer={mixer}"])
+    model = LanguageModel(cfg.model, cfg.mixer, 512, 512).eval()
+    seconds = {}
+    with torch.inference_mode():
+        states = {n: prefill(model, [torch.randint(512, (n,))], 4096)[1].for_decoding(300) for n in (100, 65_200)}
+        for _ in range(150):  # in turns, so that what else the machine does meets both
+            for n, state in states.items():
+                start = time.thread_time()
+                _, states[n] = model.step(torch.tensor([[1]]), state)
+                seconds.setdefault(n, []).append(time.thread_time() - start)
+    early, late = (statistics.median(times) for times in seconds.values())
+    print(f"{mixer}: {1e3 * early:.2f} ms, {1e3 * late:.2f} ms")
+    assert late < 1.3 * early
 
 
 def test_empty_prompt_is_refused(model):

@@ -1,9 +1,11 @@
 """A sequence in pieces with carried state equals the sequence at once."""
 
 import random
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from src.model import LanguageModel, ModelConfig
 from src.pieces import cut, prefill, token_losses
@@ -68,3 +70,40 @@ def test_prefill_of_uneven_prompts_in_pieces(name, seed):
             whole = model(torch.tensor([[*prompt, int(following[n])]]))[0]
             torch.testing.assert_close(logits[n], whole[-2], rtol=1e-8, atol=1e-8)
             torch.testing.assert_close(after[n, 0], whole[-1], rtol=1e-8, atol=1e-8)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those that operations have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.known:
+                self.known.add(storage)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.free, storage.nbytes())
+        return out
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS.names() if name not in ("softmax", "hybrid")])
+def test_memory_of_prefill_does_not_grow_with_the_prompt(name, seed):
+    """But for the ids themselves, and a matrix a head for each doubling."""
+    model, peaks, told = build(name), [], []
+    for length in (2_000, 16_000):
+        ids = torch.randint(VOCABULARY, (length,))
+        with Live() as live:
+            prefill(model, [ids], 256, told.append)
+        peaks.append(live.most - 2 * ids.nbytes)
+    assert sum(told) == 18_000
+    assert max(told) == 256
+    print(name, peaks)
+    assert peaks[1] < 1.2 * peaks[0]

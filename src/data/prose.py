@@ -32,8 +32,8 @@ class Prose(PyStdlib):
             if self.split_of(path) == split:
                 yield prose(decode(self._source(path)))
 
-    def sizes(self) -> dict[str, int]:
-        return {}  # known only after reading
+    def size(self) -> None:
+        return None  # known only after reading
 
     def content_hash(self) -> str:
         return hashlib.sha256(f"prose {VERSION} {super().content_hash()}".encode()).hexdigest()

@@ -26,22 +26,23 @@ from src.layers import LevelScales
 from src.model import LanguageModel
 from src.module import LanguageModule, check_backend, load_module, pick_device
 from src.options import show, type_hints
+from src.pieces import piece_size
 from src.registry import DATA, build_options
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TASKS = ("perplexity", "positions", "mqar", "niah")
+TASKS = ("perplexity", "positions", "mqar", "niah", "lm_eval")
 COMMON = {"run", "task", "checkpoint", "data", "piece", "beyond", "precision", "device", "output", "runs_dir"}
 
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
-    """Measure a trained model: perplexity, loss by position, associative recall, on its run's data or others."""
+    """Measure a trained model: perplexity, loss by position, recall, needles, tasks of lm-evaluation-harness."""
 
     run: str
     """Name of the run in runs_dir, or the path of its folder."""
-    task: Literal["perplexity", "positions", "mqar", "niah"] | None = None
+    task: Literal["perplexity", "positions", "mqar", "niah", "lm_eval"] | None = None
     """What is measured; null: what the run was trained on (mqar, niah, or else perplexity)."""
     split: Literal["val", "test"] = "val"
     """Which part of the data; all of it, not only the batches that training looked at."""
@@ -54,7 +55,13 @@ class EvaluateConfig:
     depths: int = 5
     """Depths of the needle, evenly from the beginning to the end (niah)."""
     tasks: list[str] = field(default_factory=list)
-    """Needle tasks (niah); empty: those of the run, or all eight."""
+    """Needle tasks (niah; empty: those of the run, or all eight); tasks of the lm-evaluation-harness (lm_eval)."""
+    task_path: str | None = None
+    """Folder of your own YAML tasks, which tasks= may then name too (lm_eval)."""
+    num_fewshot: int | None = None
+    """Solved examples in front of each question (lm_eval); null: as each task says."""
+    limit: int | None = None
+    """Questions of each task at most, the first ones (lm_eval); null: all."""
     checkpoint: Literal["last", "best"] = "last"
     """Which checkpoint of the run: the last, or the one of the lowest validation loss."""
     data: dict[str, Any] = field(default_factory=dict)
@@ -73,10 +80,11 @@ class EvaluateConfig:
     """Folder that holds the runs."""
 
     def __post_init__(self) -> None:
-        for key in ("max_tokens", "examples", "depths", "piece"):
+        least = {"max_tokens": 1, "examples": 1, "depths": 1, "piece": 1, "limit": 1, "num_fewshot": 0}
+        for key, lowest in least.items():
             value = getattr(self, key)
-            if value is not None and value < 1:
-                raise UserError(f"{key}={value}: must be at least 1")
+            if value is not None and value < lowest:
+                raise UserError(f"{key}={value}: must be at least {lowest}")
         for length in self.lengths:
             if length < 1:
                 raise UserError(f"lengths={show(self.lengths)}: each must be at least 1")
@@ -95,6 +103,8 @@ class Report:
     curve: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """For TensorBoard, at a step of their own: a length or a position."""
     figure: "Figure | None" = None
+    by_split: bool = True
+    """Whether it is of one split of the data."""
 
 
 @dataclass
@@ -120,7 +130,7 @@ class Trained:
     @property
     def piece(self) -> int:
         """Tokens of a forward pass."""
-        return self.options.piece or (16384 if self.device.type == "cuda" else 4096)
+        return self.options.piece or piece_size(self.device)
 
     def arithmetic(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16-mixed")

@@ -64,12 +64,7 @@ def softmax_attention(
     if cu_seqlens is not None:
         o, state = _continue_packed(q, k, v, initial_state, cu_seqlens)
         return o, state if return_state else None
-    state = AttentionState(
-        initial_state.positions + T,
-        torch.cat([initial_state.k.to(k.dtype), k], 1),
-        torch.cat([initial_state.v.to(v.dtype), v], 1),
-        initial_state.ragged,
-    )
+    state = initial_state.append(k, v)
     return _continued(q, state), state if return_state else None
 
 

@@ -82,6 +82,8 @@ def chunked(
 
     tensors = (q, k, v, g, beta, level_scales)
     carried = () if old is None else (old.levels, old.k, old.v, old.g, old.beta) if loglinear else (old.memory,)
+    if loglinear and old is not None and old.in_place:  # the new state may keep the levels
+        carried = (old.levels.clone(), *carried[1:])
     run = _loglinear if loglinear else _linear
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, *carried)):
         o, new = checkpoint(
@@ -120,7 +122,12 @@ def _loglinear(chunks, tensors, carried, scale, return_state):
         None if x is None else chunks.gather(x, old) for x, old in zip((k, v, g, beta), buffers, strict=True)
     )
     o, reader, decay, leaf, transition = _inside((q, k, v, g, beta, scales), scale)
+    raw = (None if x is None else x[chunks.last, : CHUNK_SIZE - 1] for x in (k, v, g, beta)) if return_state else ()
 
+    if levels is not None and chunks.finish_none():
+        read = _read_as_they_are(chunks, levels, reader, decay, tensors[5])
+        out = (chunks.scatter(o.transpose(1, 2)) + read).to(tensors[2].dtype)
+        return out, (levels, *raw) if return_state else None
     width, H, C, V = o.shape
     o = torch.cat([o, o.new_zeros(1, H, C, V)])  # one place more: padded readers land there
     kept = []
@@ -137,8 +144,24 @@ def _loglinear(chunks, tensors, carried, scale, return_state):
     capacity = max(len(kept), scales.shape[-1] - CHUNK_LEVELS, 0 if levels is None else len(levels))
     empty = leaf.new_zeros(1, len(chunks.last), *leaf.shape[1:])
     kept = torch.cat([empty[:0], *(x[None] for x in kept), *[empty] * (capacity - len(kept))])
-    raw = (None if x is None else x[chunks.last, : CHUNK_SIZE - 1] for x in (k, v, g, beta))
     return out, (kept, *raw)
+
+
+def _read_as_they_are(chunks: Chunks, levels: Tensor, reader: Tensor, decay: Tensor, scales: Tensor) -> Tensor:
+    """What the new tokens read of the state's levels, ``[B, T, H, V]``, in a call that finishes no chunk.
+
+    Levels change at the ends of chunks only, so most tokens of a generation come by here: one product, where the
+    tree takes a dozen steps for each level.
+    """
+    reader, decay = (chunks.scatter(x.transpose(1, 2)).transpose(1, 2) for x in (reader, decay))  # [B, H, T, …]
+    j = torch.arange(len(levels), device=levels.device)
+    weight = scales[..., (CHUNK_LEVELS + j).clamp(max=scales.shape[-1] - 1)].to(decay.dtype)  # [B, T, H, J]
+    weight = torch.where((chunks.begin[:, None] >> j & 1 == 1)[:, None, None], weight, 0)
+    weight = weight.transpose(1, 2) * decay[..., None]
+    if levels.is_inference() and torch.is_grad_enabled():
+        levels = levels.clone()  # autograd cannot keep it otherwise
+    seen = reader @ levels.to(reader.dtype)  # [J, B, H, T, V]
+    return (weight.movedim(-1, 0)[..., None] * seen).sum(0).transpose(1, 2)
 
 
 def _inside(tensors, scale):

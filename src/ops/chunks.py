@@ -53,6 +53,10 @@ class Chunks:
     def __len__(self) -> int:
         return self.document.shape[0]
 
+    def finish_none(self) -> bool:
+        """Whether every row of an unpacked call stays inside a chunk; False where that cannot be known."""
+        return is_dynamic(self.whole) and len(self.whole) == self.rows and not self.whole.any()
+
     def gather(self, x: Tensor, buffer: Tensor | None = None) -> Tensor:
         """``[B, T, *]`` (and the state's ``[N, 63, *]``) -> ``[M, C, *]``, zeros in the empty slots."""
         if self.source is None:

@@ -75,9 +75,10 @@ class State:
         """A copy that the next calls may overwrite, with room for ``tokens`` more tokens in every row.
 
         Single-token calls with the Triton backend then update it in place and return it, without autograd and
-        without asking the host anything, so that a CUDA graph can replay them. All other calls return a new
-        state as ever. What the other methods make of such a state may be overwritten too, and has memory of
-        its own. A kind of state that is never overwritten is returned as it is.
+        without asking the host anything, so that a CUDA graph can replay them. Softmax attention's cache grows
+        within its room. All other calls return a new state as ever. What the other methods make of such a state
+        may be overwritten too, and has memory of its own. A kind of state that is never overwritten is returned
+        as it is.
         """
         return self
 
@@ -172,21 +173,55 @@ class AttentionState(State):
 
     Rows are aligned at the right: row ``n`` holds its tokens in the last ``positions[n]`` places, so that new
     ones are appended to all rows alike. ``ragged`` tells, on the host, that some row has fewer than ``S``.
+
+    Where ``in_place``, :meth:`for_decoding` has left room behind each row's ``S`` places, which later calls write
+    into: a token then costs no copy of the cache. What ``k`` and ``v`` show of this state stays as it is, but it
+    can be continued once only.
     """
 
     positions: Tensor
     k: Tensor
     v: Tensor
     ragged: bool
+    in_place: bool = False
 
     @property
     def num_bytes(self) -> int:
         return int(self.positions.sum()) * (self.k[0, :1].nbytes + self.v[0, :1].nbytes) if self.k.numel() else 0
 
+    @property
+    def capacity_bytes(self) -> int:
+        return sum(max(x.nbytes, x.stride(0) * len(x) * x.itemsize) for x in (self.k, self.v))
+
+    def for_decoding(self, tokens: int) -> AttentionState:
+        def with_room(name: str, x: Tensor) -> Tensor:
+            if name == "positions":
+                return _copy(x)
+            room = x.new_empty(len(x), x.shape[1] + tokens, *x.shape[2:])
+            return room[:, : x.shape[1]].copy_(x.detach())
+
+        return replace(self._map(with_room), in_place=True)
+
+    def append(self, k: Tensor, v: Tensor) -> AttentionState:
+        """The state after more tokens in every row, ``k [N, T, H_kv, K]`` and ``v [N, T, H_kv, V]``."""
+        k, v = (_append(old, new, self.in_place) for old, new in ((self.k, k), (self.v, v)))
+        return replace(self, positions=self.positions + k.shape[1] - self.k.shape[1], k=k, v=v)
+
     def reset(self, rows: Tensor | list[int] | slice) -> AttentionState:
         state = super().reset(rows)
         state.ragged = True
         return state
+
+
+def _append(old: Tensor, new: Tensor, in_place: bool) -> Tensor:
+    """``[N, S + T, H, K]``, in the memory behind ``old`` where there is room in every row."""
+    S, T = old.shape[1], new.shape[1]
+    room = in_place and old.dtype == new.dtype and old.stride(0) >= (S + T) * old.stride(1)
+    if not room or (torch.is_grad_enabled() and new.requires_grad):
+        return torch.cat([old.to(new.dtype), new], 1)
+    longer = old.as_strided((len(old), S + T, *old.shape[2:]), old.stride())
+    longer[:, S:] = new
+    return longer
 
 
 @dataclass

@@ -110,3 +110,35 @@ def test_errors() -> None:
     given = arguments(3)
     with pytest.raises(ValueError, match="divides the H=4 heads of q, got 3"):
         softmax_attention(given["q"], torch.zeros(2, 3, 3, 16).double(), torch.zeros(2, 3, 3, 16).double())
+
+
+def test_cache_for_decoding_grows_without_a_copy(seed: int) -> None:
+    """Within its room, for rows at different positions; with copies behind it, and where rows are chosen anew."""
+    cu = torch.tensor([0, 10, 10, 30])
+    with torch.no_grad():
+        _, state = softmax_attention(**arguments(30, B=1), cu_seqlens=cu, return_state=True)
+        decoding = state.for_decoding(5)
+        assert decoding.num_bytes == state.num_bytes
+        assert decoding.capacity_bytes == 3 * 25 * 2 * (16 + 32) * 8
+        home = decoding.k.data_ptr(), decoding.v.data_ptr()
+        for token in range(8):
+            more = arguments(1, B=3)
+            o, decoding = softmax_attention(**more, initial_state=decoding, return_state=True)
+            expected, state = softmax_attention(**more, initial_state=state, return_state=True)
+            assert torch.equal(decoding.k, state.k)
+            assert torch.equal(decoding.v, state.v)
+            assert_close(o, expected, 1e-12, f"token {token}")
+            assert ((decoding.k.data_ptr(), decoding.v.data_ptr()) == home) == (token < 5)
+        more = arguments(2, B=2)
+        o, _ = softmax_attention(**more, initial_state=decoding.select([2, 1]).for_decoding(4), return_state=True)
+        expected, _ = softmax_attention(**more, initial_state=state.select([2, 1]))
+        assert_close(o, expected, 1e-12, "chosen rows")
+
+
+def test_cache_for_decoding_keeps_gradients(seed: int) -> None:
+    given = arguments(9)
+    _, state = softmax_attention(**part(given, 0, 6), return_state=True)
+    more = part(given, 6, 9)
+    o, _ = softmax_attention(**more, initial_state=state.for_decoding(9), return_state=True)
+    expected, _ = softmax_attention(**more, initial_state=state.detach())
+    assert_same_with_gradients(o, expected, more, 1e-12)

@@ -202,3 +202,22 @@ def test_state_is_logarithmic(family: str, seed: int) -> None:
         per_token = 4 * (16 + 16 + 1 + ("delta" in family))
         assert state.num_bytes == matrices * 16 * 16 * 4 + tokens * per_token
         assert state.num_bytes <= state.capacity_bytes <= 8 * 16 * 16 * 4 + 63 * per_token
+
+
+@pytest.mark.parametrize("family", LOGLINEAR)
+def test_levels_stay_as_they_are_inside_a_chunk(family: str, seed: int) -> None:
+    """No work on them between two ends of chunks; what dead ones hold (kernels do not clear them) is not read."""
+    arguments = inputs(family, 200, L=8)
+    cu = torch.tensor([0, 65, 65, 200])
+    _, state = operator(family)(**arguments, cu_seqlens=cu, return_state=True)
+    dirty = state.clone()
+    for n, chunks in enumerate((state.positions // 64).tolist()):
+        for j in range(len(dirty.levels)):
+            if not chunks >> j & 1:
+                dirty.levels[j, n] = torch.randn_like(dirty.levels[j, n])
+    more = inputs(family, 3, B=3, L=8)
+    o, after = operator(family)(**more, initial_state=state, return_state=True)
+    assert after.levels is state.levels
+    assert torch.equal(operator(family)(**more, initial_state=dirty)[0], o)
+    _, decoding = operator(family)(**more, initial_state=state.for_decoding(9), return_state=True, backend="torch")
+    assert torch.equal(decoding.levels[: len(state.levels)], state.levels)
