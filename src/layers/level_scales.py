@@ -26,12 +26,10 @@ class LevelScales(nn.Module):
     half the last one, then a quarter, and so on.
     """
 
-    def __init__(
-        self, d_model: int, n_heads: int, n_levels: int, *, beyond: Beyond = "last", init: float = 1.0
-    ) -> None:
+    def __init__(self, d_model: int, n_heads: int, n_levels: int, beyond: Beyond = "last") -> None:
         super().__init__()
         self.beyond = beyond
-        self.proj = Linear(d_model, n_heads * n_levels, std_scale=init)
+        self.proj = Linear(d_model, n_heads * n_levels)
         self.L = nn.Parameter(torch.empty(n_heads, n_levels))
         self.reset_parameters()
 

@@ -18,15 +18,17 @@ class LogLinearGatedDeltaNet(GatedDeltaNet):
     Everything else is Gated DeltaNet, options and parameter names included; `level_scales` is what is added.
     A model has `num_levels(max_seq_len)` scales a head; further levels use the last one.
 
-    **The query is not divided by sqrt(K)** here. Published code divides λ by that same factor, which cancels
-    it; leaving both out is the same function, so published weights give the same outputs, and λ alone says
-    how strongly a level is read. The norm of a head that follows hides a constant factor up to its epsilon.
-    Hence scales of `1 / sqrt(K)`, not of 1, give Gated DeltaNet exactly.
+    **The query is divided by sqrt(K)**, as in Gated DeltaNet, so that all scales 1 give Gated DeltaNet exactly and a
+    comparison of the two is one of levels. Published code divides λ by that same factor, which cancels it
+    (`query_scale=1`, for published weights). The norm of a head hides a constant factor up to its epsilon, which
+    counts while outputs are small: without the division the default run was at a validation loss of 4.89 after 100
+    steps, with it at 4.82, as Gated DeltaNet.
     """
 
     @dataclass
     class Config(LevelOptions, GatedDeltaNet.Config):
-        pass
+        query_scale: float | None = None
+        """Factor on the queries; null: 1 / sqrt(head_dim), as in Gated DeltaNet; 1: as in the published models."""
 
     config: Config
 
@@ -37,7 +39,8 @@ class LogLinearGatedDeltaNet(GatedDeltaNet):
     def recurrence(
         self, x: Tensor, *inputs: Tensor, **call: Tensor | State | bool | str | None
     ) -> tuple[Tensor, State | None]:
-        return ops.loglinear_gated_delta_rule(*inputs, self.level_scales(x), scale=1.0, **call)
+        scale = self.head_dim**-0.5 if self.config.query_scale is None else self.config.query_scale
+        return ops.loglinear_gated_delta_rule(*inputs, self.level_scales(x), scale=scale, **call)
 
     def flops_per_token(self, seq_len: int) -> float:
         scales = self.level_scales.proj.flops_per_token()

@@ -29,15 +29,40 @@ def make(cls: type[Mixer], d_model: int = 64, max_seq_len: int = 256, n_layers: 
 
 @pytest.mark.parametrize(("linear", "loglinear"), [(Mamba2, LogLinearMamba2), (GatedDeltaNet, LogLinearGatedDeltaNet)])
 def test_loglinear_with_equal_scales_is_linear(linear, loglinear) -> None:
-    """The same weights and scales of 1 (over sqrt(K) for the delta rule, whose query is not divided by it)."""
+    """The same weights, and all scales 1."""
     base, ours = make(linear).double(), make(loglinear).double()
     missing, unexpected = ours.load_state_dict(base.state_dict(), strict=False)
     assert all(name.startswith("level_scales.") for name in missing)
     assert not unexpected
-    scale = 1.0 if linear is Mamba2 else base.head_dim**-0.5
-    ours.level_scales.forward = lambda x: x.new_full((*x.shape[:2], *ours.level_scales.L.shape), scale)
+    ours.level_scales.forward = lambda x: x.new_ones(*x.shape[:2], *ours.level_scales.L.shape)
     x = torch.randn(2, 200, 64, dtype=torch.float64)
     assert (ours(x) - base(x)).abs().max() < 1e-10 * base(x).abs().max()
+
+
+def test_published_models_leave_the_query_undivided() -> None:
+    """Scales of 1 / sqrt(K) are then Gated DeltaNet."""
+    base, ours = make(GatedDeltaNet).double(), make(LogLinearGatedDeltaNet, query_scale=1.0).double()
+    ours.load_state_dict(base.state_dict(), strict=False)
+    ours.level_scales.forward = lambda x: x.new_full((*x.shape[:2], *ours.level_scales.L.shape), base.head_dim**-0.5)
+    x = torch.randn(2, 200, 64, dtype=torch.float64)
+    assert (ours(x) - base(x)).abs().max() < 1e-10 * base(x).abs().max()
+
+
+@pytest.mark.parametrize("loglinear", [LogLinearMamba2, LogLinearGatedDeltaNet])
+def test_scales_beyond_the_trained_levels(loglinear) -> None:
+    """By policy; the trained levels have the same scales with each."""
+    x = torch.randn(2, 5, 64)
+    mixers = {beyond: make(loglinear, max_seq_len=32, beyond=beyond) for beyond in ("last", "mean", "decay")}
+    for mixer in mixers.values():
+        mixer.load_state_dict(mixers["last"].state_dict())
+    scales = {beyond: mixer.level_scales(x) for beyond, mixer in mixers.items()}
+    trained = scales["last"]
+    assert trained.shape[-1] == 6
+    for found in scales.values():
+        assert torch.equal(found[..., :6], trained)
+    torch.testing.assert_close(scales["mean"][..., 6:], trained.mean(-1, keepdim=True))
+    halves = torch.stack([trained[..., 5] / 2**j for j in range(1, 9)], -1)
+    torch.testing.assert_close(scales["decay"][..., 6:], halves)
 
 
 @pytest.mark.parametrize("loglinear", [LogLinearMamba2, LogLinearGatedDeltaNet])
