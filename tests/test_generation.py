@@ -10,6 +10,7 @@ from src.errors import UserError
 from src.generation import Sampling, Timing, generate, generate_rows, probabilities, stream_text
 from src.model import LanguageModel
 from src.pieces import prefill
+from src.registry import MIXERS
 
 VOCAB = 16
 
@@ -177,3 +178,22 @@ def test_streaming_decodes_a_bounded_number_of_tokens():
     assert pieces[:3] == ["0", " 1", " 2"]
     assert "".join(pieces) == " ".join(map(str, range(100)))
     assert longest == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MIXERS.names())
+def test_rows_that_end_leave_the_others_as_they_are_on_the_gpu(name, seed):
+    """Rows are dropped out of states that are overwritten in place, at chunk borders and between them."""
+    cfg = compose([f"mixer={name}", "data=mqar", "model.d_model=64", "model.n_layers=2"])
+    model = LanguageModel(cfg.model, cfg.mixer, VOCAB, 32).cuda().eval()
+    prompts = [torch.randint(VOCAB, (n,)).tolist() for n in (3, 63, 64, 130)]
+    alone = [list(generate(model, prompt, 90, Sampling(temperature=0))) for prompt in prompts]
+    leaves = {0: 20, 2: 1, 3: 65}  # row: tokens after which the caller has enough of it
+    ended: set[int] = set()
+    rows: list[list[int]] = [[] for _ in prompts]
+    for row, token in generate_rows(model, prompts, 90, Sampling(temperature=0), ended=ended):
+        rows[row].append(token)
+        if len(rows[row]) == leaves.get(row):
+            ended.add(row)
+    for row, ids in enumerate(rows):
+        assert ids == alone[row][: leaves.get(row, 90)], row
