@@ -23,7 +23,8 @@ def test_example_mixer_is_the_tested_one() -> None:
 
 @pytest.mark.parametrize(("command", "arguments"), COMMANDS, ids=[f"{c} {a.strip()}" for c, a in COMMANDS])
 def test_commands_compose(command: str, arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [word for word in shlex.split(arguments) if word != "resume=auto"]  # needs the run to be there
+    needs_a_run = ("resume=auto", "init_from=")
+    words = [word for word in shlex.split(arguments) if not word.startswith(needs_a_run)]
     compose(words, schema=SCHEMAS[command])
 
 
