@@ -79,7 +79,8 @@ def table(rows: list[dict], trained_length: int) -> str:
     for row in rows:
         mark = "  beyond the trained length" if row["begin"] >= trained_length else ""
         place = f"{row['begin']:,}–{row['end'] - 1:,}"
-        lines.append(f"{place:>17} {row['loss']:>8.4f} {row['standard_error']:>9.4f}{mark}")
+        error = "–" if np.isnan(row["standard_error"]) else f"{row['standard_error']:.4f}"  # of one window
+        lines.append(f"{place:>17} {row['loss']:>8.4f} {error:>9}{mark}")
     return "\n".join(lines)
 
 
