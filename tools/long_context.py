@@ -127,9 +127,8 @@ def table(found: list[dict[str, Any]]) -> str:
     needles = sorted({what for _, task, what in values if task == "niah" and what.startswith("found/")})
     depths = sorted({x for (_, task, _), by in values.items() if task == "niah" for x in by})
     head = ["mixer", "seeds", "parameters", "state, bytes"]
-    head += [f"perplexity at {tokens_label(n)}" for n in lengths] + [
-        f"bits per byte at {tokens_label(n)}" for n in texts[:1]
-    ]
+    head += [f"perplexity at {tokens_label(n)}" for n in lengths]
+    head += [f"bits per byte at {tokens_label(n)}" for n in texts[:1]]
     head += [f"{what.partition('/')[2]} at {tokens_label(n)}" for what in needles for n in depths]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for mixer in _mixers(found):
