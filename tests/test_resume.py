@@ -114,15 +114,17 @@ def test_last_validation_runs_once_and_is_in_the_last_checkpoint(tmp_path, monke
 
 
 def test_changed_text_is_refused_and_nothing_overwritten(tmp_path, capsys):
-    run_dir = run(tmp_path, "run.name=a")
+    more = ["run.name=a", f"data.cache_dir={tmp_path / 'cache'}"]  # a cache that cannot know the changed text yet
+    run_dir = run(tmp_path, *more)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     (tmp_path / "corpus" / "new.txt").write_text("one more file\n" * 9)
+    capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        run_cli(main, Config, options(tmp_path, "run.name=a", "resume=auto", "trainer.max_steps=9"))
+        run_cli(main, Config, options(tmp_path, *more, "resume=auto", "trainer.max_steps=9"))
     assert end.value.code == 2
-    error = capsys.readouterr().err
+    *notes, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: run 'a' cannot be continued: its data changed (fingerprint ")
-    assert error.count("\n") == 1
+    assert [note.split()[0] for note in notes] == ["tokenised"]  # the changed text, which tells its tokenizer and rows
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 

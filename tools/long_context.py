@@ -19,9 +19,11 @@ from matplotlib.figure import Figure
 
 from src.errors import UserError
 from src.evaluation.figures import tokens_label
+from src.options import one_line
 
 ORDER = ("softmax", "mamba2", "loglinear_mamba2", "gated_deltanet", "loglinear_gdn")
 COLOURS = dict(zip(ORDER, ("black", "tab:orange", "tab:red", "tab:cyan", "tab:blue"), strict=True))
+TASKS = ("perplexity", "positions", "niah")
 # (mixer, task, what) -> x -> the value of every seed
 Values = dict[tuple[str, str, str], dict[float, list[float]]]
 
@@ -35,6 +37,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         found = load(options.runs, options.split)
+        for option, file in (("--csv", options.csv), ("--figure", options.figure)):
+            if file is not None and not file.resolve().parent.is_dir():
+                raise UserError(f"{option} {file}: there is no folder {file.resolve().parent}")
         print(table(found))
         if options.csv:
             write_csv(found, options.csv)
@@ -48,11 +53,20 @@ def main() -> int:
 
 
 def load(folders: Iterable[Path], split: str) -> list[dict[str, Any]]:
-    """The evaluations in the folders. Raises UserError where there is none."""
-    paths = [p for folder in folders for p in sorted(folder.glob(f"evaluation-*-{split}.json"))]
-    found = [json.loads(path.read_text()) for path in paths]
+    """The evaluations in the folders, those of `TASKS`. Raises UserError where there is none."""
+    folders = list(folders)
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: is no folder of a run")
+    paths = [
+        path for folder in folders for task in TASKS if (path := folder / f"evaluation-{task}-{split}.json").is_file()
+    ]
+    found = [read(path) for path in paths]
     if not found:
-        raise UserError(f"no evaluation-<task>-{split}.json in these folders: run python -m src.evaluate first")
+        raise UserError(
+            f"no evaluation-<task>-{split}.json in these folders (tasks: {', '.join(TASKS)}):"
+            " run python -m src.evaluate first"
+        )
     seen: dict[tuple, Path] = {}
     for result, path in zip(found, paths, strict=True):
         key = (result["mixer"], result["task"], result["seed"])
@@ -62,17 +76,33 @@ def load(folders: Iterable[Path], split: str) -> list[dict[str, Any]]:
     return found
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Raises UserError for a file that is not one of `python -m src.evaluate`."""
+    try:
+        result = json.loads(path.read_text())
+        missing = [key for key in ("mixer", "task", "seed", "parameters", "trained_length") if key not in result]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read ({one_line(error)})") from error
+    if missing:
+        raise UserError(f"{path}: has no {', '.join(missing)}; evaluate this run again")
+    return result
+
+
 def points(found: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, float, int, float]]:
-    """(mixer, task, what, x, seed, value) of everything that is drawn or listed."""
+    """(mixer, task, what, x, seed, value) of everything that is drawn or listed.
+
+    What a run has not is left out (words and bytes are counted of text only); null in a file was not finite: NaN.
+    """
     for result in found:
         mixer, task, seed = result["mixer"], result["task"], result["seed"]
         if task == "perplexity":
             for row in result["lengths"]:
                 for what in ("perplexity", "word_perplexity", "bits_per_byte", "loss"):
-                    yield mixer, task, what, row["length"], seed, row[what]
+                    if what in row:
+                        yield mixer, task, what, row["length"], seed, _number(row[what])
         elif task == "positions":
             for row in result["positions"]:
-                yield mixer, task, "loss", (max(row["begin"], 1) * row["end"]) ** 0.5, seed, row["loss"]
+                yield mixer, task, "loss", (max(row["begin"], 1) * row["end"]) ** 0.5, seed, _number(row["loss"])
         elif task == "niah":
             cells = defaultdict(list)
             for row in result["cells"]:
@@ -93,10 +123,12 @@ def table(found: list[dict[str, Any]]) -> str:
     """A line a mixer, as Markdown: perplexity and needles by length."""
     values = gather(found)
     lengths = sorted({x for (_, task, _), by in values.items() if task == "perplexity" for x in by})
+    texts = sorted({x for (_, _, what), by in values.items() if what == "bits_per_byte" for x in by})
     needles = sorted({what for _, task, what in values if task == "niah" and what.startswith("found/")})
     depths = sorted({x for (_, task, _), by in values.items() if task == "niah" for x in by})
     head = ["mixer", "seeds", "parameters", "state, bytes"]
-    head += [f"perplexity at {tokens_label(n)}" for n in lengths] + ["bits per byte"] * bool(lengths)
+    head += [f"perplexity at {tokens_label(n)}" for n in lengths]
+    head += [f"bits per byte at {tokens_label(n)}" for n in texts[:1]]
     head += [f"{what.partition('/')[2]} at {tokens_label(n)}" for what in needles for n in depths]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for mixer in _mixers(found):
@@ -105,8 +137,7 @@ def table(found: list[dict[str, Any]]) -> str:
         cells = [f"`{mixer}`", ", ".join(map(str, seeds)) + (" (one)" if len(seeds) == 1 else "")]
         cells += [f"{own[0]['parameters']:,}", f"{own[0].get('state_bytes', 0):,}"]
         cells += [_spread(values[mixer, "perplexity", "perplexity"].get(n, []), ".2f") for n in lengths]
-        if lengths:
-            cells.append(_spread(values[mixer, "perplexity", "bits_per_byte"].get(lengths[0], []), ".4f"))
+        cells += [_spread(values[mixer, "perplexity", "bits_per_byte"].get(n, []), ".4f") for n in texts[:1]]
         cells += [_spread(values[mixer, "niah", what].get(n, []), ".0%") for what in needles for n in depths]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -121,7 +152,6 @@ def draw(found: list[dict[str, Any]]) -> Figure:
     panels += [("niah", what, "length, tokens", f"needles found, {what.partition('/')[2]}") for what in tasks]
     panels = [p for p in panels if any((m, *p[:2]) in values for m in _mixers(found))]
     figure = Figure(figsize=(5.2 * len(panels), 4))
-    trained = max(result["trained_length"] for result in found)
     for axes, (task, what, x, y) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
         for mixer in _mixers(found):
             by = values.get((mixer, task, what))
@@ -136,13 +166,17 @@ def draw(found: list[dict[str, Any]]) -> Figure:
             axes.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
-        axes.axvline(trained, color="grey", linestyle="--", linewidth=1)
+        for trained in {result["trained_length"] for result in found if result["task"] == task}:
+            axes.axvline(trained, color="grey", linestyle="--", linewidth=1)
         axes.set(xlabel=x, ylabel=y)
         if task == "niah":
             axes.set_ylim(-0.03, 1.03)
         axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.suptitle(f"dashed: the trained length, {tokens_label(trained)} tokens", fontsize=9)
+    handles = {
+        label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.axes[-1].legend(handles.values(), handles, fontsize=8)  # a mixer may be in some panels only
+    figure.suptitle("dashed: the trained length", fontsize=9)
     return figure
 
 
@@ -158,10 +192,16 @@ def _mixers(found: list[dict[str, Any]]) -> list[str]:
     return [*(name for name in ORDER if name in names), *sorted(names - set(ORDER))]
 
 
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
 def _spread(values: list[float], form: str) -> str:
     """The mean, and from the smallest to the largest of several seeds."""
     if not values:
         return "–"
+    if not np.isfinite(values).all():
+        return "not finite"
     mean = format(float(np.mean(values)), form)
     return mean if len(values) == 1 else f"{mean} ({min(values):{form}}–{max(values):{form}})"
 

@@ -3,13 +3,17 @@
 The file has one shell command a line (`a && b` for steps that need each other; # starts a comment). Each is given one
 GPU by CUDA_VISIBLE_DEVICES as soon as a place on one is free, so runs of the file never share a process. What a command
 prints goes to `<logs>/<line number>.log`. Without a GPU, `devices=[cpu]` takes `per_device` places of the machine.
+
+Ctrl-C is passed on to the commands, and so is SIGTERM (at which a training saves a checkpoint); nothing new begins,
+and the exit status is 130 or 143. A second one kills them.
 """
 
+import contextlib
 import os
-import queue
+import signal
 import subprocess
-import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +21,10 @@ import torch
 
 from src import config
 from src.errors import UserError
+
+POLL = 0.1  # seconds
+# bash waits for the step that runs, whatever that one makes of the signal, and begins no other.
+TRAPS = "trap 'exit 130' INT; trap 'exit 143' TERM HUP\n"
 
 
 @dataclass(kw_only=True)
@@ -44,47 +52,108 @@ def main(options: SweepConfig) -> None:
         raise SystemExit(1)
 
 
+@dataclass
+class Job:
+    """A line of the file that runs."""
+
+    number: int
+    device: str
+    log: Path
+    begin: float
+    process: subprocess.Popen
+
+
 def sweep(options: SweepConfig) -> list[int]:
-    """Runs every line; the numbers of those that failed, whose logs say why."""
-    lines = commands(Path(options.file))
-    devices = options.devices or [str(i) for i in range(torch.cuda.device_count())]
-    if not devices:
-        raise UserError("devices: there is no CUDA device here; devices=[cpu] runs without")
+    """Runs every line; the numbers of those that failed, whose logs say why. A signal ends it by SystemExit."""
+    waiting = commands(Path(options.file))
+    free = (options.devices or all_devices()) * options.per_device
     logs = Path(options.logs)
-    logs.mkdir(parents=True, exist_ok=True)
-    waiting: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    for item in lines:
-        waiting.put(item)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"logs={logs}: cannot be made ({error.strerror})") from error
+    running: list[Job] = []
     failed: list[int] = []
-
-    def work(device: str) -> None:
-        while True:
-            try:
-                number, command = waiting.get_nowait()
-            except queue.Empty:
-                return
-            log, begin = logs / f"{number}.log", time.monotonic()
-            print(f"line {number} on {device}: {command[:90]}", flush=True)
-            visible = "" if device == "cpu" else device
-            with log.open("w") as out:
-                status = subprocess.run(
-                    ["bash", "-c", command],
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    check=False,
-                ).returncode
-            if status:
-                failed.append(number)
-            end = "done" if status == 0 else f"FAILED with status {status}, see {log}"
-            print(f"line {number} {end} ({time.monotonic() - begin:.0f} s)", flush=True)
-
-    places = [threading.Thread(target=work, args=(d,)) for _ in range(options.per_device) for d in devices]
-    for place in places:
-        place.start()
-    for place in places:
-        place.join()
+    with caught_signals() as caught:
+        try:
+            while (waiting or running) and not caught:
+                while waiting and free and not caught:
+                    running.append(start(*waiting.pop(0), free.pop(0), logs))
+                time.sleep(POLL)
+                for job in [job for job in running if job.process.poll() is not None]:
+                    running.remove(job)
+                    free.append(job.device)
+                    if report(job):
+                        failed.append(job.number)
+        except OSError:  # a full disk, say
+            send(running, signal.SIGTERM)
+            raise
+        if caught:
+            print(f"stopped: ending {len(running)} commands, {len(waiting)} have not begun", flush=True)
+            end(running, caught)
+            raise SystemExit(128 + caught[0])
     return sorted(failed)
+
+
+def start(number: int, command: str, device: str, logs: Path) -> Job:
+    """A process group of its own: a signal is passed on once, by this process, whoever sent it."""
+    print(f"line {number} on {device}: {command[:90]}", flush=True)
+    log = logs / f"{number}.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            ["bash", "-c", TRAPS + command],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "" if device == "cpu" else device},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+    return Job(number, device, log, time.monotonic(), process)
+
+
+def report(job: Job) -> bool:
+    """Says how a line has ended; whether it failed."""
+    status = job.process.returncode
+    how = "done" if status == 0 else f"FAILED with status {status}, see {job.log}"
+    print(f"line {job.number} {how} ({time.monotonic() - job.begin:.0f} s)", flush=True)
+    return status != 0
+
+
+def end(running: list[Job], caught: list[int]) -> None:
+    """Passes the signal on and waits for the commands; a further signal meanwhile kills them."""
+    send(running, caught[0])
+    while any(job.process.poll() is None for job in running):
+        if len(caught) > 1:
+            send(running, signal.SIGKILL)
+        time.sleep(POLL)
+
+
+def send(running: list[Job], number: int) -> None:
+    for job in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.process.pid, number)
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """The numbers of the signals so far: of Ctrl-C, SIGTERM and a closed terminal. None of them ends this process."""
+    caught: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, frame: caught.append(number)) for number in numbers}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def all_devices() -> list[str]:
+    """The machine's GPUs, or those of them that CUDA_VISIBLE_DEVICES leaves. Raises UserError where there is none."""
+    n = torch.cuda.device_count()
+    if not n:
+        raise UserError("devices: there is no CUDA device here; devices=[cpu] runs without")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:n] if visible else [str(i) for i in range(n)]
 
 
 def commands(file: Path) -> list[tuple[int, str]]:

@@ -85,6 +85,8 @@ class EvaluateConfig:
             value = getattr(self, key)
             if value is not None and value < lowest:
                 raise UserError(f"{key}={value}: must be at least {lowest}")
+        if self.data.get("name", "") is None:
+            raise UserError("data.name=null: name the data, or leave it out for the run's")
         for length in self.lengths:
             if length < 1:
                 raise UserError(f"lengths={show(self.lengths)}: each must be at least 1")
@@ -166,7 +168,7 @@ def open_run(options: EvaluateConfig) -> Trained:
 def task_of(trained: Trained) -> tuple[str, Callable[[Trained], Report]]:
     """The task's name and function; raises UserError for an option that it would ignore."""
     options = trained.options
-    own = trained.run.data.name if options.data.get("name") is None else options.data["name"]
+    own = options.data.get("name", trained.run.data.name)
     name = options.task or (own if own in TASKS else "perplexity")
     module = import_module(f"src.evaluation.{name}")
     for option in fields(options):

@@ -135,6 +135,9 @@ def _mean(rows: list[dict[str, Any]], name: str, **where: Any) -> float:
 def _data(trained: Trained) -> Niah:
     """The run's needles; of a run on a text, needles in that text."""
     run, options = trained.run.data, trained.options
+    name = options.data.get("name", "niah")
+    if not issubclass(DATA.get(name), Niah):  # before it is prepared, which can take minutes
+        raise UserError(f"data.name={name}: task=niah measures data.name=niah")
     changes: dict[str, Any] = {"tasks": options.tasks} if options.tasks else {}
     if run.name != "niah":
         if not issubclass(DATA.get(run.name), Corpus):
@@ -142,10 +145,7 @@ def _data(trained: Trained) -> Niah:
         own = {f.name for f in fields(run)} - {f.name for f in fields(Niah.Config)} - {"val_rows"}
         changes |= {"name": "niah", "seq_len": max(options.lengths or [trained.trained_length])}
         changes |= {"haystack": run.name, "haystack_options": {key: getattr(run, key) for key in sorted(own)}}
-    data = trained.data(**changes)
-    if not isinstance(data, Niah):
-        raise UserError(f"data.name={data.config.name}: task=niah measures data.name=niah")
-    return data
+    return trained.data(**changes)
 
 
 def _figure(rows: list[dict[str, Any]], tasks: list[str], lengths: list[int], depths: list[float], trained: Trained):

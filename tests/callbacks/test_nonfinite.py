@@ -58,6 +58,7 @@ def test_parameter(fake):
 
 
 def test_innermost_layer_whose_output_is_not_finite(fake):
+    fake.model.first.weight.data.fill_(1)  # so that the sum is large, whatever the biases are
     fake.model.second[0].weight.data.fill_(3e38)
     assert first_nonfinite(fake, BATCH) == "the output of second.0 (Linear)"
 
@@ -71,17 +72,17 @@ def poison(monkeypatch, step: int) -> None:
     """The last norm's output becomes infinite in optimizer step `step` only."""
     original = LanguageModule.labelled_logits
 
-    def labelled_logits(self, batch):
+    def labelled_logits(self, batch, micro_batch=0):
         batch_step = int(batch["input_ids"].sum())
         if self.training and self.trainer.global_step == step - 1 and not hasattr(self, "poisoned"):
             self.poisoned = batch_step
         if getattr(self, "poisoned", None) == batch_step and self.training:
             handle = self.model.norm.register_forward_pre_hook(lambda layer, args: (args[0] * torch.inf,))
             try:
-                return original(self, batch)
+                return original(self, batch, micro_batch)
             finally:
                 handle.remove()
-        return original(self, batch)
+        return original(self, batch, micro_batch)
 
     monkeypatch.setattr(LanguageModule, "labelled_logits", labelled_logits)
 

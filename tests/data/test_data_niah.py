@@ -316,7 +316,7 @@ def test_the_fingerprint_covers_haystack_tokenizer_and_options(niah, tmp_path):
 
 def test_the_second_time_uses_the_cache(niah, monkeypatch):
     first = niah(tokenizer="bpe")
-    monkeypatch.setattr("src.data.common.cache.build", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr("src.data.common.corpus.build", lambda *_: pytest.fail("tokenised again"))
     again = niah(tokenizer="bpe")
     assert again.fingerprint == first.fingerprint
     assert again.example("val", "multiquery", 1024, 2) == first.example("val", "multiquery", 1024, 2)
@@ -342,7 +342,7 @@ def test_every_example_fits_into_the_smallest_length(niah, task):
 
 
 def test_an_impossible_length_is_an_error_at_once(niah, monkeypatch):
-    monkeypatch.setattr("src.data.common.cache.build", lambda *_: pytest.fail("tokenised before the check"))
+    monkeypatch.setattr("src.data.common.corpus.build", lambda *_: pytest.fail("tokenised before the check"))
     module = niah(setup=False, seq_len=100, tasks=["single_1", "multiquery", "multikey_1"])
     begin = time.perf_counter()
     with pytest.raises(UserError, match=r"data.seq_len=100: multiquery needs at least \d+ tokens"):

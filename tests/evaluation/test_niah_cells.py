@@ -113,7 +113,8 @@ def test_contained():
         (["lengths=20"], "at least"),
         (["tasks=single_9"], "single_9"),
         (["depths=0"], "depths=0"),
-        (["data.name=prose"], "task=niah measures"),
+        (["data.name=prose"], "data.name=prose: task=niah measures data.name=niah"),
+        (["data.name=null"], "data.name=null: name the data"),
         (["max_tokens=5"], "does not use it"),
     ],
 )

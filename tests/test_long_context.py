@@ -1,0 +1,186 @@
+"""tools.long_context: mixers over seeds, from made-up evaluations; one real one shows that the files fit."""
+
+import csv
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from src.evaluate import evaluate
+from src.evaluation import EvaluateConfig
+from tests.training import run
+from tools import long_context
+
+MIXERS = ("loglinear_gdn", "gated_deltanet")
+SEEDS = (1, 7)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def made(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["long_context", *map(str, arguments)])
+        status = long_context.main()
+        return status, *capsys.readouterr()
+
+    return made
+
+
+def result(mixer: str, task: str, seed: int, **values) -> dict:
+    common = {"mixer": mixer, "task": task, "seed": seed, "parameters": 1_234_567, "state_bytes": 4096}
+    return {**common, "trained_length": 1024, **values}
+
+
+def perplexity(mixer: str, seed: int, lengths: tuple[int, ...] = (1024, 4096), text: bool = True) -> dict:
+    rows = [{"length": n, "loss": (loss := random.uniform(2, 3)), "perplexity": float(np.exp(loss))} for n in lengths]
+    for row in rows if text else []:
+        row |= {"word_perplexity": random.uniform(20, 40), "bits_per_byte": random.uniform(1, 2)}
+    return result(mixer, "perplexity", seed, lengths=rows)
+
+
+def niah(mixer: str, seed: int) -> dict:
+    cells = [
+        {"task": task, "length": n, "depth": d, "found": random.random(), "exact": random.random(), "examples": 10}
+        for task in ("single_1", "multiquery") for n in (512, 2048) for d in (0.0, 1.0)
+    ]  # fmt: skip
+    return result(mixer, "niah", seed, cells=cells)
+
+
+def positions(mixer: str, seed: int) -> dict:
+    rows = [{"begin": a, "end": b, "loss": random.uniform(2, 3)} for a, b in ((0, 16), (16, 512), (512, 2048))]
+    return result(mixer, "positions", seed, positions=rows)
+
+
+def put(folder: Path, *results: dict) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for found in results:
+        (folder / f"evaluation-{found['task']}-test.json").write_text(json.dumps(found))
+    return folder
+
+
+def columns(out: str) -> dict[str, dict[str, str]]:
+    """The Markdown table: mixer -> column -> cell."""
+    head, rule, *lines = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")]
+    assert set("".join(rule)) <= set("-| ")
+    return {line[0].strip("`"): dict(zip(head, line, strict=True)) for line in lines}
+
+
+def spread(values: list[float], form: str) -> str:
+    return f"{format(np.mean(values), form)} ({format(min(values), form)}–{format(max(values), form)})"
+
+
+def test_table_csv_and_figure(call, tmp_path, seed):
+    made = {(m, s): [perplexity(m, s), niah(m, s), positions(m, s)] for m in MIXERS for s in SEEDS}
+    folders = [put(tmp_path / f"{m}-{s}", *results) for (m, s), results in made.items()]
+    files = tmp_path / "all.csv", tmp_path / "all.png"
+    status, out, err = call(*folders, "--csv", files[0], "--figure", files[1])
+    assert (status, err) == (0, "")
+    shown = columns(out)
+    assert list(shown) == ["gated_deltanet", "loglinear_gdn"]  # each linear mixer before its log-linear variant
+    for mixer, cells in shown.items():
+        assert (cells["seeds"], cells["parameters"], cells["state, bytes"]) == ("1, 7", "1,234,567", "4,096")
+        own = [made[mixer, s] for s in SEEDS]
+        for i, length in enumerate(("1K", "4K")):
+            values = [results[0]["lengths"][i]["perplexity"] for results in own]
+            assert cells[f"perplexity at {length}"] == spread(values, ".2f")
+        bits = [results[0]["lengths"][0]["bits_per_byte"] for results in own]
+        assert cells["bits per byte at 1K"] == spread(bits, ".4f")
+        for task, length, label in (("single_1", 512, "512"), ("multiquery", 2048, "2K")):
+            found = [
+                np.mean([c["found"] for c in results[1]["cells"] if (c["task"], c["length"]) == (task, length)])
+                for results in own
+            ]
+            assert cells[f"{task} at {label}"] == spread(found, ".0%")
+    with files[0].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * (2 * 4 + 2 * 2 * 2 + 3)  # mixers, seeds; perplexity, needles, positions
+    for (mixer, s), results in made.items():
+        own = {
+            (r["task"], r["what"], float(r["x"])): float(r["value"])
+            for r in rows
+            if r["mixer"] == mixer and r["seed"] == str(s)
+        }
+        assert own["perplexity", "loss", 4096.0] == results[0]["lengths"][1]["loss"]
+        assert own["positions", "loss", 1024.0] == results[2]["positions"][2]["loss"]
+    assert files[1].stat().st_size > 20_000
+
+
+def test_figure_has_the_mean_and_the_range(tmp_path, seed):
+    made = [perplexity("mamba2", s) for s in SEEDS]
+    [axes] = long_context.draw(made).axes
+    curve = next(line for line in axes.lines if line.get_label() == "mamba2")
+    values = np.array([[row["perplexity"] for row in found["lengths"]] for found in made])
+    assert np.allclose(curve.get_xydata(), np.stack([[1024, 4096], values.mean(0)], 1))
+    corners = axes.collections[0].get_paths()[0].vertices
+    for x, (low, high) in zip((1024, 4096), zip(values.min(0), values.max(0), strict=True), strict=True):
+        here = corners[corners[:, 0] == x, 1]
+        assert np.allclose([here.min(), here.max()], [low, high])
+
+
+def test_perplexity_alone(call, tmp_path, seed):
+    """One task, one mixer, one seed, and no text whose words and bytes could be counted."""
+    found = perplexity("mine", 3, text=False)
+    found["lengths"][1]["perplexity"] = None  # was infinite
+    folder = put(tmp_path / "a", found)
+    status, out, err = call(folder, "--figure", tmp_path / "a.png", "--csv", tmp_path / "a.csv")
+    assert (status, err) == (0, "")
+    cells = columns(out)["mine"]
+    assert cells["seeds"] == "3 (one)"
+    assert cells["perplexity at 1K"] == f"{found['lengths'][0]['perplexity']:.2f}"
+    assert cells["perplexity at 4K"] == "not finite"
+    assert not any("bits" in name for name in cells)
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 4  # loss and perplexity
+    assert (tmp_path / "a.png").is_file()
+
+
+def test_a_mixer_without_some_task_has_gaps(call, tmp_path, seed):
+    folders = [put(tmp_path / "a", perplexity("mamba2", 1)), put(tmp_path / "b", niah("softmax", 1))]
+    status, out, _ = call(*folders, "--figure", tmp_path / "a.png")
+    assert status == 0
+    shown = columns(out)
+    assert shown["softmax"]["perplexity at 1K"] == shown["mamba2"]["single_1 at 512"] == "–"
+    assert shown["softmax"]["single_1 at 512"].endswith("%")
+
+
+@pytest.mark.parametrize(
+    ("results", "more", "message"),
+    [
+        ([("a", perplexity("mamba2", 1)), ("b", perplexity("mamba2", 1))], [], "same mixer, task and seed"),
+        ([("a",)], [], "no evaluation-<task>-test.json in these folders"),
+        ([("a", perplexity("mamba2", 1))], ["--split", "val"], "no evaluation-<task>-val.json in these folders"),
+        ([("a", result("mamba2", "mqar", 1))], [], "tasks: perplexity, positions, niah"),
+        ([("a", {"task": "perplexity", "mixer": "mamba2"})], [], "has no seed, parameters, trained_length"),
+        ([("a", perplexity("mamba2", 1))], ["nowhere"], "nowhere: is no folder of a run"),
+        ([("a", perplexity("mamba2", 1))], ["--figure", "none/a.png"], "--figure none/a.png: there is no folder"),
+        ([("a", perplexity("mamba2", 1))], ["--csv", "none/a.csv"], "--csv none/a.csv: there is no folder"),
+    ],
+)
+def test_mistakes_are_one_line(call, tmp_path, monkeypatch, results, more, message):
+    monkeypatch.chdir(tmp_path)
+    folders = [put(Path(name), *found) for name, *found in results]
+    status, out, err = call(*folders, *more)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_broken_file_is_one_line(call, tmp_path):
+    (tmp_path / "evaluation-niah-test.json").write_text("{")
+    status, _, err = call(tmp_path)
+    assert status == 2
+    assert err.startswith(f"error: {tmp_path / 'evaluation-niah-test.json'}: cannot be read (")
+    assert err.count("\n") == 1
+
+
+def test_files_of_evaluate_fit(call, tmp_path):
+    run_dir = run(tmp_path, "run.name=a")
+    for task, lengths in (("perplexity", [16, 32]), ("positions", [8])):
+        evaluate(EvaluateConfig(run=str(run_dir), task=task, split="test", lengths=lengths, device="cpu"))
+    status, out, err = call(run_dir, "--figure", tmp_path / "a.png")
+    assert (status, err) == (0, "")
+    measured = json.loads((run_dir / "evaluation-perplexity-test.json").read_text())["lengths"]
+    cells = columns(out)["mamba2"]
+    assert [cells["perplexity at 16"], cells["perplexity at 32"]] == [f"{row['perplexity']:.2f}" for row in measured]

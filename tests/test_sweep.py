@@ -1,0 +1,169 @@
+"""tools.sweep: the commands of a file, several at a time, and how it ends them."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from src.config import run_cli
+from src.errors import UserError
+from tools import sweep
+from tools.sweep import SweepConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes the lines to a file; the options of a sweep over it, without the devices."""
+
+    def made(*lines: str, **more) -> SweepConfig:
+        file = tmp_path / "commands.txt"
+        file.write_text("\n".join(lines))
+        return SweepConfig(file=str(file), logs=str(tmp_path / "logs"), **more)
+
+    return made
+
+
+def log(tmp_path: Path, number: int) -> str:
+    return (tmp_path / "logs" / f"{number}.log").read_text()
+
+
+def test_every_line_has_its_device_and_its_log(write, tmp_path):
+    lines = ["# sizes", "", *(f'echo "line {n}: <$CUDA_VISIBLE_DEVICES>"' for n in range(3, 8))]
+    options = write(*lines, devices=["5", "GPU-ab", "cpu"], per_device=2)
+    assert sweep.sweep(options) == []
+    seen = {n: log(tmp_path, n).strip() for n in range(3, 8)}
+    assert all(text.startswith(f"line {n}: <") for n, text in seen.items())
+    assert {text.partition(": ")[2] for text in seen.values()} == {"<5>", "<GPU-ab>", "<>"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"{n}.log" for n in range(3, 8)}
+
+
+def test_not_more_than_per_device_at_a_time(write, tmp_path, seed):
+    """Each command counts those that run, itself included; a place that is free again is used."""
+    at_once, running = random.choice([1, 2]), tmp_path / "running"
+    running.mkdir()
+    command = f"touch {running}/$$; sleep 0.3; ls {running} | wc -l; sleep 0.1; rm {running}/$$"
+    assert sweep.sweep(write(*[command] * 4, devices=["cpu"], per_device=at_once)) == []
+    counts = [int(log(tmp_path, n)) for n in range(1, 5)]
+    assert max(counts) == at_once
+
+
+def test_failing_lines_are_named_and_the_others_run(write, tmp_path, capsys):
+    options = write("echo good", "echo bad >&2; exit 3", "# no", "false && echo never", "echo last", devices=["cpu"])
+    with pytest.raises(SystemExit) as end:
+        sweep.main(options)
+    assert end.value.code == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "2 failed: lines 2, 4"
+    assert f"line 2 FAILED with status 3, see {tmp_path / 'logs' / '2.log'}" in out
+    assert [log(tmp_path, n) for n in (1, 2, 4, 5)] == ["good\n", "bad\n", "", "last\n"]
+
+
+def test_without_devices_it_takes_the_visible_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert sweep.all_devices() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert sweep.all_devices() == ["4", "6"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"devices=\[cpu\] runs without"):
+        sweep.all_devices()
+
+
+@pytest.mark.parametrize(
+    ("lines", "more", "message"),
+    [
+        (None, [], "cannot be read (No such file"),
+        (["", "  # only a comment"], [], "holds no command"),
+        (["true"], ["per_device=0"], "per_device=0: must be at least 1"),
+        (["true"], ["logs=commands.txt"], "logs=commands.txt: cannot be made"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, lines, more, message):
+    monkeypatch.chdir(tmp_path)
+    if lines is not None:
+        Path("commands.txt").write_text("\n".join(lines))
+    with pytest.raises(SystemExit) as end:
+        run_cli(sweep.main, SweepConfig, ["file=commands.txt", "devices=[cpu]", *more])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+# ---- signals
+
+
+def begin(options: SweepConfig, ready: Path, n: int) -> subprocess.Popen:
+    """A sweep in a process of its own, once its commands have written `n` files to `ready`."""
+    more = [f"file={options.file}", f"logs={options.logs}", "devices=[cpu]", f"per_device={options.per_device}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.sweep", *more],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(pids(ready)) < n:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def pids(ready: Path) -> list[int]:
+    return [int(text) for path in ready.iterdir() if (text := path.read_text()).endswith("\n")]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_commands_and_begins_no_other(write, tmp_path, number, status):
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    # The step inside is a process of its own that deals with the signal, as a training does, and a step stands behind.
+    code = f"import os, signal, sys, time; signal.signal({int(number)}, lambda *_: (print('saved'), sys.exit(0)))"
+    code += f"; open('{ready}/' + str(os.getpid()), 'w').write(str(os.getpid()) + chr(10)); time.sleep(60)"
+    line = f'{sys.executable} -c "{code}"; echo "another step"'
+    process = begin(write(line, line, "echo third", per_device=2), ready, 2)
+    children = pids(ready)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == status, (out, err)
+    assert err == ""
+    assert "stopped: ending 2 commands, 1 have not begun" in out
+    assert not any(alive(pid) for pid in children)
+    assert [log(tmp_path, n) for n in (1, 2)] == ["saved\n"] * 2
+    assert not (tmp_path / "logs" / "3.log").exists()
+
+
+def test_a_second_ctrl_c_kills(write, tmp_path):
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    line = f"trap '' INT; echo $$ > {ready}/a; while true; do sleep 0.1; done"
+    process = begin(write(line, per_device=1), ready, 1)
+    [child] = pids(ready)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline().startswith("line 1 on cpu")
+    assert process.stdout.readline().startswith("stopped: ")
+    time.sleep(0.3)
+    assert process.poll() is None
+    assert alive(child)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert not alive(child)
