@@ -1,10 +1,13 @@
 """Stop at the first non-finite gradient, with the name of the layer where it arose."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+
+from src.ops.state import ModelState
 
 # Micro-batches after which to look although nothing is logged: 64 of 64 Ki tokens are 64 MiB.
 MOST_KEPT = 64
@@ -18,15 +21,20 @@ class NonFiniteGuard(Callback):
     """Raises NonFiniteError when a gradient norm was NaN or infinite since the last log step.
 
     `LanguageModule` keeps a flag on the device and stops updating the parameters once it is set, so that
-    looking at log steps is soon enough: the batches since the last look are kept (token ids only) and run
-    again, with hooks, on the parameters that failed. No checkpoint is written once the flag is set.
+    looking at log steps is soon enough: the batches since the last look are kept (token ids only, and the states
+    that they continued) and run again, with hooks, on the parameters that failed. No checkpoint is written once the
+    flag is set.
     """
 
     def __init__(self) -> None:
         self.batches: list[dict[str, Any]] = []
+        self.states: list[dict[int, ModelState]] = []
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
         self.batches.append(batch)
+        micro_batch = index % trainer.accumulate_grad_batches
+        own = module.carried.states.get(micro_batch)
+        self.states.append({} if own is None else {0: own})  # never changed in place
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
@@ -34,6 +42,7 @@ class NonFiniteGuard(Callback):
         if module.ends_step(index) and (module.is_log_step(trainer.global_step) or len(self.batches) >= MOST_KEPT):
             self._check(trainer, module)
             self.batches.clear()
+            self.states.clear()
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         self._check(trainer, module)
@@ -42,13 +51,17 @@ class NonFiniteGuard(Callback):
         if not float(module.failed):
             return
         with trainer.precision_plugin.train_step_context():
-            names = (first_nonfinite(module, batch) for batch in self.batches)
-            where = next((name for name in names if name), "no single layer: the norm itself overflowed")
+            where = next(filter(None, self._layers(module)), "no single layer: the norm itself overflowed")
         last = trainer.global_step
         raise NonFiniteError(
             f"loss or gradient is not finite at step {last} or shortly before; first in {where}"
             " (try a smaller optim.lr, or trainer.precision=32-true)"
         )
+
+    def _layers(self, module: LightningModule) -> Iterator[str | None]:
+        for batch, states in zip(self.batches, self.states, strict=True):
+            module.carried.states = states
+            yield first_nonfinite(module, batch)
 
 
 def first_nonfinite(module: LightningModule, batch: dict[str, Any]) -> str | None:

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from src.callbacks.nonfinite import NonFiniteError, first_nonfinite
+from src.carry import CarriedStates
 from src.module import LanguageModule
 from tests.training import checkpoint, run
 
@@ -95,6 +96,26 @@ def test_run_stops_with_the_layer_and_without_a_poisoned_checkpoint(tmp_path, mo
     saved = checkpoint(tmp_path / "runs" / "a")
     assert saved["global_step"] == 2
     assert all(p.isfinite().all() for p in saved["state_dict"].values())
+
+
+def test_batch_that_continues_a_state_is_run_again_with_that_state(tmp_path, monkeypatch):
+    """Not with the state that the last of the kept batches left, which the bad numbers have reached."""
+    continued = []
+    original = CarriedStates.hidden
+
+    def hidden(self, model, batch, micro_batch):
+        continued.append((batch["input_ids"].clone(), self.states.get(micro_batch)))
+        return original(self, model, batch, micro_batch)
+
+    monkeypatch.setattr(CarriedStates, "hidden", hidden)
+    poison(monkeypatch, step=3)
+    with pytest.raises(NonFiniteError, match=r"first in the output of norm \("):
+        run(tmp_path, "run.name=a", "data.carry_state=true", "trainer.log_every=4", "trainer.micro_batch_size=2")
+    trained, again = continued[:8], continued[8:]
+    again_steps = [next(i for i, (ids, _) in enumerate(trained) if torch.equal(ids, kept)) for kept, _ in again]
+    assert again_steps == sorted(again_steps)
+    for step, (_, state) in zip(again_steps, again, strict=True):
+        assert state is trained[step][1]
 
 
 def test_no_checkpoint_is_written_after_a_bad_step(tmp_path, monkeypatch):
