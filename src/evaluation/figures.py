@@ -35,9 +35,16 @@ def curves(
 
 
 def heat_map(
-    cells: np.ndarray, *, columns: Sequence[object], rows: Sequence[object], x: str, y: str, title: str
+    cells: np.ndarray,
+    *,
+    columns: Sequence[object],
+    rows: Sequence[object],
+    x: str,
+    y: str,
+    title: str,
+    trained_columns: int | None = None,
 ) -> Figure:
-    """Shares from 0 to 1 as coloured cells with their number; NaN stays empty."""
+    """Shares from 0 to 1 as coloured cells with their number; NaN stays empty. A line behind the trained columns."""
     figure = Figure(figsize=(1.6 + 0.75 * len(columns), 1.4 + 0.36 * len(rows)))
     axes = figure.subplots()
     image = axes.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -45,7 +52,10 @@ def heat_map(
     axes.set_yticks(range(len(rows)), [_label(r) for r in rows])
     for (i, j), value in np.ndenumerate(cells):
         if not np.isnan(value):
-            axes.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=8)
+            colour = "white" if value < 0.15 or value > 0.85 else "black"  # the ends of the scale are dark
+            axes.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=8, color=colour)
+    if trained_columns is not None and 0 < trained_columns < len(columns):
+        axes.axvline(trained_columns - 0.5, color="black", linestyle="--", linewidth=1.5)
     axes.set(xlabel=x, ylabel=y, title=title)
     figure.colorbar(image, ax=axes)
     return figure

@@ -152,7 +152,13 @@ def _figure(rows: list[dict[str, Any]], tasks: list[str], lengths: list[int], de
     """The heat map: depth (lines) by length (columns), the mean over the tasks where there are several."""
     cells = np.array([[_mean(rows, "found", length=t, depth=depth) for t in lengths] for depth in depths])
     what = tasks[0] if len(tasks) == 1 else "all tasks" if len(tasks) == len(TASKS) else ", ".join(tasks)
-    title = f"{trained.run_dir.name}: needles found ({what})\ntrained to {trained.trained_length:,} tokens"
+    title = f"{trained.run_dir.name}: needles found ({what})"
     return figures.heat_map(
-        cells, columns=lengths, rows=[f"{d:.0%}" for d in depths], x="length, tokens", y="depth", title=title
+        cells,
+        columns=lengths,
+        rows=[f"{d:.0%}" for d in depths],
+        x="length, tokens (dashed: where training ended)",
+        y="depth",
+        title=title,
+        trained_columns=sum(length <= trained.trained_length for length in lengths),
     )
