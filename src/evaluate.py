@@ -1,5 +1,6 @@
 """Measure a trained model: `python -m src.evaluate run=<name> task=positions`; `--help` lists every option."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard import SummaryWriter
 
 from src import config
-from src.evaluation import EvaluateConfig, Report, Trained, open_run, task_of
+from src.evaluation import EvaluateConfig, Report, Trained, changed, open_run, task_of
 from src.files import write_json
 from src.loggers import quiet_lightning
 
@@ -44,20 +45,33 @@ def _write(trained: Trained, name: str, report: Report) -> dict[str, Any]:
         "seed": trained.run.seed,
         "device": str(trained.device),
         "precision": trained.precision,
+        "options": changed(options),
         **report.values,
     }
     file = Path(options.output) if options.output else run_dir / f"evaluation-{_label(trained, name, report)}.json"
+    picture = file.with_suffix(".png")
     write_json(file, results)
     results["file"] = str(file)
     if report.figure is not None:
-        report.figure.savefig(file.with_suffix(".png"), dpi=150, bbox_inches="tight")
-        results["figure"] = str(file.with_suffix(".png"))
-    _to_tensorboard(trained, name, report)
+        report.figure.savefig(picture, dpi=150, bbox_inches="tight")
+        results["figure"] = str(picture)
+    else:
+        picture.unlink(missing_ok=True)  # of an earlier call: it would not belong to the numbers beside it
+    if not options.output:
+        _to_tensorboard(trained, name, report)
     return results
 
 
 def _label(trained: Trained, name: str, report: Report) -> str:
-    return f"{name}-{trained.options.split}" if report.by_split else name
+    """Task and split, and what makes the result one of something else than the trained model on its data."""
+    parts = [name, *([trained.options.split] if report.by_split else [])]
+    chosen = changed(trained.options)
+    for key in ("checkpoint", "beyond", "precision", "max_tokens", "limit"):
+        if key in chosen:
+            parts.append(f"{key}={chosen[key]}")
+    if "data" in chosen:
+        parts.append("data=" + hashlib.sha256(repr(sorted(chosen["data"].items())).encode()).hexdigest()[:8])
+    return "-".join(parts)
 
 
 def _to_tensorboard(trained: Trained, name: str, report: Report) -> None:

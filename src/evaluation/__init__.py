@@ -75,7 +75,7 @@ class EvaluateConfig:
     device: str = "auto"
     """cpu, cuda, cuda:1 or mps; auto: a GPU where there is one."""
     output: str | None = None
-    """JSON file to write; null: evaluation-<task>-<split>.json in the run folder. The figure stands beside it."""
+    """JSON file to write, with its figure beside it; null: evaluation-<task>-<split>….json in the run folder."""
     runs_dir: str = "runs"
     """Folder that holds the runs."""
 
@@ -87,6 +87,8 @@ class EvaluateConfig:
                 raise UserError(f"{key}={value}: must be at least {lowest}")
         if self.data.get("name", "") is None:
             raise UserError("data.name=null: name the data, or leave it out for the run's")
+        if self.output is not None and (not self.output.endswith(".json") or not Path(self.output).parent.is_dir()):
+            raise UserError(f"output={self.output}: must end with .json and lie in a folder that exists")
         for length in self.lengths:
             if length < 1:
                 raise UserError(f"lengths={show(self.lengths)}: each must be at least 1")
@@ -171,12 +173,21 @@ def task_of(trained: Trained) -> tuple[str, Callable[[Trained], Report]]:
     own = options.data.get("name", trained.run.data.name)
     name = options.task or (own if own in TASKS else "perplexity")
     module = import_module(f"src.evaluation.{name}")
+    for key, value in changed(options).items():
+        if key not in COMMON | module.USES:
+            raise UserError(f"{key}={show(value)}: task={name} does not use it")
+    return name, module.evaluate
+
+
+def changed(options: EvaluateConfig) -> dict[str, Any]:
+    """The options that are not the default, but for those that change no number."""
+    found = {}
     for option in fields(options):
         default = option.default if option.default_factory is MISSING else option.default_factory()
         value = getattr(options, option.name)
-        if option.name not in COMMON | module.USES and value != default:
-            raise UserError(f"{option.name}={show(value)}: task={name} does not use it")
-    return name, module.evaluate
+        if option.name not in ("run", "task", "split", "device", "output", "runs_dir") and value != default:
+            found[option.name] = value
+    return found
 
 
 def build_data(run: Config, run_dir: Path, changes: Mapping[str, Any]) -> DataModule:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
+RANGE = 0.02  # least height of an axis of losses, in nats
+
 
 def curves(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
@@ -13,20 +15,28 @@ def curves(
     y: str,
     title: str,
     trained_length: int | None = None,
-    steps: bool = False,
+    errors: Mapping[str, Sequence[float]] | None = None,
 ) -> Figure:
-    """Lines over a logarithmic axis of tokens; a dashed line where training ended."""
+    """Lines over a logarithmic axis of tokens, with bands of ± `errors`; a dashed line where training ended."""
     figure = Figure(figsize=(6.4, 4))
     axes = figure.subplots()
     for name, (places, values) in series.items():
-        axes.plot(places, values, label=name, marker=None if steps else "o", markersize=4)
+        axes.plot(places, values, label=name, marker="o", markersize=4)
+        if errors is not None:
+            low, high = np.subtract(values, errors[name]), np.add(values, errors[name])
+            axes.fill_between(places, low, high, alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    low, high = axes.get_ylim()
+    if high - low < RANGE:  # noise is not to look like a trend
+        axes.set_ylim((low + high - RANGE) / 2, (low + high + RANGE) / 2)
     axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
     if trained_length is not None:
         axes.axvline(trained_length, color="grey", linestyle="--", linewidth=1)
-        axes.annotate(
-            " trained", (trained_length, 1), xycoords=("data", "axes fraction"), va="top", color="grey", fontsize=8
-        )
+        ends = axes.get_xlim()
+        if ends[0] < trained_length < ends[1]:
+            place = {"xycoords": ("data", "axes fraction"), "xytext": (3, -4), "textcoords": "offset points"}
+            axes.annotate("trained", (trained_length, 1), va="top", color="grey", fontsize=8, **place)
     axes.set(xlabel=x, ylabel=y, title=title)
     axes.grid(alpha=0.3)
     if len(series) > 1:

@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from src.data import DataModule
+from src.data.common.corpus import Corpus
 from src.errors import UserError
 from src.evaluation import Report, Trained, figures
 from src.metrics import TokenTotals
@@ -19,16 +20,11 @@ NAMES = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
 
 
 def evaluate(trained: Trained) -> Report:
-    lengths = trained.options.lengths or [None]
-    found = []
-    for length in lengths:
-        data = trained.data(**({} if length is None else {"seq_len": length}))
-        if length is not None and data.config.seq_len != length:
-            raise UserError(f"data.seq_len={data.config.seq_len} and lengths are given both: give lengths alone")
-        found.append({"length": data.config.seq_len, **totals(trained, data)})
+    data = [_rows(trained, length) for length in dict.fromkeys(trained.options.lengths or [None])]
+    found = [{"length": rows.config.seq_len, **totals(trained, rows)} for rows in data]
     first = found[0]
     report = Report(
-        values={**{k: v for k, v in first.items() if k != "length"}, "lengths": found, "data": facts(data)},
+        values={**{k: v for k, v in first.items() if k != "length"}, "lengths": found, "data": facts(data[0])},
         table=table(found),
         scalars={name: first[name] for name in NAMES if name in first},
     )
@@ -42,6 +38,18 @@ def evaluate(trained: Trained) -> Report:
             trained_length=trained.trained_length,
         )
     return report
+
+
+def _rows(trained: Trained, length: int | None) -> DataModule:
+    """The data in rows of `length`, or as in training. Raises UserError for a length that no row can have."""
+    if length is None:
+        return trained.data()
+    data, split = trained.data(seq_len=length), trained.options.split
+    if data.config.seq_len != length:
+        raise UserError(f"data.seq_len={data.config.seq_len} and lengths are given both: give lengths alone")
+    if isinstance(data, Corpus) and length > len(data.stream(split)):
+        raise UserError(f"lengths={length}: the {split} split has {len(data.stream(split)):,} tokens only")
+    return data
 
 
 def totals(trained: Trained, data: DataModule) -> dict[str, Any]:
@@ -79,5 +87,6 @@ def table(found: list[dict[str, Any]]) -> str:
     names = [name for name in NAMES if name in found[0]]
     lines = [f"{'tokens a row':>12} " + "".join(f"{n.replace('_', ' '):>17}" for n in names) + f"{'tokens':>14}"]
     for row in found:
-        lines.append(f"{row['length']:>12,} " + "".join(f"{row[n]:>17.4f}" for n in names) + f"{row['tokens']:>14,}")
+        values = (f"{row[n]:.4f}" if row[n] < 1e6 else f"{row[n]:.4g}" for n in names)
+        lines.append(f"{row['length']:>12,} " + "".join(f"{v:>17}" for v in values) + f"{row['tokens']:>14,}")
     return "\n".join(lines)

@@ -49,9 +49,10 @@ def evaluate(trained: Trained) -> Report:
         values={"length": length, "windows": len(begins), "positions": rows, "data": facts(data)},
         table=table(rows, trained.trained_length),
         scalars={"last_trained_bucket": (inside or rows)[-1]["loss"], "last_bucket": rows[-1]["loss"]},
-        curve={"loss": [(int(m), row["loss"]) for m, row in zip(middles, rows, strict=True)]},
+        curve={f"loss_{length}": [(int(m), row["loss"]) for m, row in zip(middles, rows, strict=True)]},
         figure=figures.curves(
             {trained.run_dir.name: (middles, loss.tolist())},
+            errors={trained.run_dir.name: error.tolist()},
             x="position, tokens",
             y="loss, nats a token",
             title=name,

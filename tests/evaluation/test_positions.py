@@ -63,7 +63,7 @@ def test_loss_by_position(long_run, capsys):
         assert row["standard_error"] == pytest.approx(spread, rel=1e-2)
 
     events = EventAccumulator(str(long_run)).Reload()
-    assert len(events.Scalars("positions-test/loss")) == len(saved["positions"])
+    assert len(events.Scalars("positions-test/loss_128")) == len(saved["positions"])
     assert "positions-test" in events.Tags()["images"]
 
 
@@ -98,3 +98,25 @@ def test_policies_differ_beyond_the_trained_length_only(long_run):
     for a, b, c in zip(*curves.values(), strict=True):
         equal = a["loss"] == pytest.approx(b["loss"], rel=1e-6) == pytest.approx(c["loss"], rel=1e-6)
         assert equal == (a["end"] <= 16), a
+
+
+def test_results_of_something_else_have_a_file_of_their_own(long_run):
+    """A policy, a part of the split or other data never take the place of the model's own result."""
+    plain = long_run / "evaluation-positions-test.json"
+    base = {"run": str(long_run), "device": "cpu", "task": "positions", "split": "test", "lengths": [64]}
+    evaluate(EvaluateConfig(**base))
+    before = plain.read_text()
+    for more in ({"beyond": "mean"}, {"max_tokens": 64}, {"data": {"val_fraction": 0.06}}, {"precision": "bf16-mixed"}):
+        results = evaluate(EvaluateConfig(**base, **more))
+        assert results["file"] != str(plain)
+        assert results["options"] == {"lengths": [64]} | more
+    assert plain.read_text() == before
+
+
+def test_a_figure_of_earlier_numbers_does_not_stay(long_run):
+    options = {"run": str(long_run), "device": "cpu", "split": "test"}
+    picture = long_run / "evaluation-perplexity-test.png"
+    evaluate(EvaluateConfig(lengths=[8, 16], **options))
+    assert picture.exists()
+    evaluate(EvaluateConfig(lengths=[16, 16], **options))
+    assert not picture.exists()

@@ -184,10 +184,11 @@ class Corpus(DataModule):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that a state can have behind it: of the longest training document where states are carried on."""
+        """Tokens that a state can have behind it: with states carried on, those of a document, or of a lane."""
         longest = super().max_seq_len
         if self.config.carry_state:
-            return max(longest, int(np.diff(self._streams["train"].starts).max(initial=0)))
+            document = int(np.diff(self._streams["train"].starts).max(initial=0))
+            return max(longest, min(document, self._lane_rows * self.config.seq_len))
         return longest
 
     @property
