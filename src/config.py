@@ -124,8 +124,13 @@ class Config:
         rows, micro = getattr(self.data, "batch_size", None), self.trainer.micro_batch_size
         if rows is not None and micro is not None and rows % micro:
             raise UserError(f"trainer.micro_batch_size={micro}: must divide data.batch_size={rows}")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed={self.seed}: must be between 0 and {2**32 - 1}")
+        check_seed(self.seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises UserError for a seed that the generators do not take."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed}: must be between 0 and {2**32 - 1}")
 
 
 def compose(argv: Sequence[str] = (), schema: type = Config, configs: Path = CONFIGS) -> Any:

@@ -11,12 +11,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from src import config, runs
+from src.config import check_seed
 from src.data.common.files import Slice, pieces, read, reading
 from src.data.common.tokenizer import Tokenizer, load_tokenizer
 from src.errors import UserError
 from src.generation import Sampling, Timing, generate_rows, stream_text
 from src.model import LanguageModel
-from src.module import check_backend, load_module, pick_device
+from src.module import check_backend, load_module, pick_device, set_beyond
 from src.ops import costs
 from src.options import show
 from src.pieces import piece_size
@@ -41,6 +42,8 @@ class GenerateConfig(Sampling):
     """Whether end-of-text ends a text; false: go on, with a new document, until max_new_tokens."""
     seed: int = 0
     """Seed of the draws; of several prompts, each gives the text that it gives alone."""
+    beyond: Literal["last", "mean", "decay"] | None = None
+    """Scales of the levels beyond the trained length (log-linear mixers); null: as the run's mixer.beyond."""
     piece: int | None = None
     """Tokens of the prompts in a forward pass, which bounds the memory; null: 16384 on a GPU, 4096 on a CPU."""
     checkpoint: Literal["last", "best"] = "last"
@@ -56,6 +59,7 @@ class GenerateConfig(Sampling):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"{key}={value}: must be at least 1")
+        check_seed(self.seed)
         if self.prompt and self.prompt_file:
             raise UserError(f"prompt={show(self.prompt)} and prompt_file are given both: give one of them")
 
@@ -69,7 +73,9 @@ def main(cfg: GenerateConfig) -> None:
     tokenizer = load_tokenizer(run_dir)
     names = cfg.prompt_file or ["the prompt"]
     prompts = [read_prompt(path, tokenizer) for path in cfg.prompt_file] or [encode([cfg.prompt], tokenizer)]
-    model = load_module(checkpoint, device).model
+    module = load_module(checkpoint, device)
+    set_beyond(module, cfg.beyond)
+    model = module.model
     for name, prompt in zip(names, prompts, strict=True):
         if len(prompt) > model.max_seq_len:
             note(f"{name}'s {len(prompt):,} tokens exceed the {model.max_seq_len:,} of the training rows")
@@ -159,9 +165,10 @@ def report(timing: Timing, model: LanguageModel) -> None:
     cache = model.config.n_layers * costs.attention_state(
         timing.positions, 1, model.config.d_model, model.config.d_model, model.embedding.weight.dtype
     )
+    times = f", {cache / timing.state_bytes:,.1f} times as much" if cache >= timing.state_bytes else ""
     note(
         f"state: {timing.state_bytes:,} bytes after {timing.positions:,} tokens; keys and values of the model's width "
-        f"in every layer, as softmax attention keeps: {cache:,} bytes, {cache / timing.state_bytes:,.1f} times as much"
+        f"in every layer, as softmax attention keeps: {cache:,} bytes{times}"
     )
 
 

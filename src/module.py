@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from src.carry import CarriedStates
 from src.data import IGNORE
 from src.errors import UserError
+from src.layers.level_scales import Beyond, LevelScales
 from src.metrics import ExactMatch, RecallTotals, TokenTotals, accuracies
 from src.model import LanguageModel, ModelConfig
 from src.optim import OptimConfig, build_optimizer
@@ -258,6 +259,17 @@ def load_module(checkpoint: Path, device: torch.device | str = "cpu") -> Languag
     """The trained module of a checkpoint, on `device`, ready for inference."""
     module = LanguageModule.load_from_checkpoint(checkpoint, map_location=device, weights_only=True)
     return module.eval()
+
+
+def set_beyond(module: LanguageModule, beyond: Beyond | None) -> None:
+    """Let `beyond` serve the levels beyond the trained length (None: as trained). Raises UserError without scales."""
+    if beyond is None:
+        return
+    scales = [layer for layer in module.modules() if isinstance(layer, LevelScales)]
+    if not scales:
+        raise UserError(f"beyond={beyond}: mixer={module.hparams['config']['mixer']['name']} has no level scales")
+    for layer in scales:
+        layer.beyond = beyond
 
 
 def pick_device(name: str) -> torch.device:

@@ -32,7 +32,12 @@ class Start:
         if cfg.model.max_seq_len is None:
             cfg.model.max_seq_len = saved["max_seq_len"]
         tokenizer = run_dir / "tokenizer.json"
-        if tokenizer.is_file() and hasattr(cfg.data, "tokenizer"):
+        if hasattr(cfg.data, "tokenizer"):
+            if not tokenizer.is_file():
+                raise UserError(
+                    f"data={cfg.data.name}: init_from={cfg.init_from} was trained on"
+                    f" data={saved['config']['data']['name']}, which has no tokenizer; its token ids are no text"
+                )
             _take_tokenizer(cfg, tokenizer)
         return cls(cfg.init_from, checkpoint)
 

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from src.config import run_cli
+from src.errors import UserError
 from src.generate import GenerateConfig, main
+from src.layers import LevelScales
 from tests.training import run
 
 
@@ -120,7 +122,13 @@ def test_synthetic_task_has_no_text(tmp_path, capsys):
     assert "not trained on text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", ["temperature=-1", "top_p=2", "top_k=0", "max_new_tokens=0", "piece=0", "seed=x"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("temperature=-1", "top_p=2", "top_k=0", "max_new_tokens=0", "piece=0", "beyond=first"),
+        *("seed=x", "seed=-1", f"seed={2**32}", "seed=99999999999999999999"),
+    ],
+)
 def test_mistakes_are_one_line(text_run, capsys, wrong):
     with pytest.raises(SystemExit) as end:
         run_cli(main, GenerateConfig, [f"run={text_run}", "device=cpu", wrong])
@@ -142,6 +150,37 @@ def test_a_file_that_is_no_prompt_is_named(text_run, tmp_path, capsys, content, 
         generate(text_run, f"prompt_file={file}")
     assert end.value.code == 2
     check_error(capsys, "prompt_file: ", str(file), words)
+
+
+def test_seed_has_the_bounds_of_training():
+    GenerateConfig(run="a", seed=2**32 - 1)
+    for seed in (-1, 2**32):
+        with pytest.raises(UserError, match=f"^seed={seed}: must be between 0 and 4294967295$"):
+            GenerateConfig(run="a", seed=seed)
+
+
+def test_a_short_text_has_no_factor(text_run, capsys):
+    """Where keys and values are smaller than the state."""
+    run_cli(main, GenerateConfig, [f"run={text_run}", "device=cpu", "prompt=", "max_new_tokens=1"])
+    assert re.search(r"as softmax attention keeps: 128 bytes\]$", capsys.readouterr().err.strip())
+
+
+def test_beyond_is_set_on_every_layer(text_run, capsys, monkeypatch):
+    seen = []
+    real = LevelScales.forward
+    monkeypatch.setattr(LevelScales, "forward", lambda self, x: (seen.append(self.beyond), real(self, x))[1])
+    for more, expected in (([], "last"), (["beyond=mean"], "mean"), (["beyond=decay"], "decay")):
+        generate(text_run, "prompt=" + "abc " * 30, *more)
+        assert set(seen) == {expected}
+        seen.clear()
+
+
+def test_beyond_needs_level_scales(tmp_path, capsys):
+    run_dir = run(tmp_path, "run.name=linear")
+    with pytest.raises(SystemExit) as end:
+        generate(run_dir, "beyond=mean")
+    assert end.value.code == 2
+    check_error(capsys, "beyond=mean: mixer=mamba2 has no level scales")
 
 
 def test_prompt_and_file_are_one_too_many(text_run, capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from src.data.common.tokenizer import ByteTokenizer, train_bpe
 from src.evaluate import evaluate
 from src.evaluation import EvaluateConfig
 from tests.training import run
@@ -22,6 +23,7 @@ SEEDS = (1, 7)
 def call(monkeypatch, capsys):
     def made(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["long_context", *map(str, arguments)])
+        capsys.readouterr()  # of what came before
         status = long_context.main()
         return status, *capsys.readouterr()
 
@@ -155,6 +157,9 @@ def test_a_mixer_without_some_task_has_gaps(call, tmp_path, seed):
         ([("a", perplexity("mamba2", 1))], ["nowhere"], "nowhere: is no folder of a run"),
         ([("a", perplexity("mamba2", 1))], ["--figure", "none/a.png"], "--figure none/a.png: there is no folder"),
         ([("a", perplexity("mamba2", 1))], ["--csv", "none/a.csv"], "--csv none/a.csv: there is no folder"),
+        ([("a", perplexity("mamba2", 1))], ["--figure", "/nope/x.png"], "--figure /nope/x.png: there is no folder"),
+        ([("a", perplexity("mamba2", 1))], ["--figure", "a"], "--figure a: is a folder"),
+        ([("a", perplexity("mamba2", 1))], ["--figure", "x.doc"], "--figure x.doc: must end with one of .png"),
     ],
 )
 def test_mistakes_are_one_line(call, tmp_path, monkeypatch, results, more, message):
@@ -184,3 +189,76 @@ def test_files_of_evaluate_fit(call, tmp_path):
     measured = json.loads((run_dir / "evaluation-perplexity-test.json").read_text())["lengths"]
     cells = columns(out)["mamba2"]
     assert [cells["perplexity at 16"], cells["perplexity at 32"]] == [f"{row['perplexity']:.2f}" for row in measured]
+
+
+def like(found: dict, **changes) -> dict:
+    return {**found, "data": {"fingerprint": "abc", "packing": "documents"}, "split": "test", "step": 9} | changes
+
+
+@pytest.mark.parametrize("make", [perplexity, positions])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"fingerprint": "def"}}, "data must be the same to compare, but is abc in a, def in b"),
+        ({"split": "val"}, "split must be the same to compare, but is test in a, val in b"),
+        ({"tokenizer": 300}, "tokenizer must be the same to compare, but is"),
+        ({"mixer": "softmax", "parameters": 7}, "a and b are both softmax, but have 1,234,567 and 7 parameters"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(call, tmp_path, monkeypatch, seed, make, changes, message):
+    monkeypatch.chdir(tmp_path)
+    other = "mamba2" if "mixer" not in changes else "softmax"
+    put(Path("a"), like(make("softmax", 1)))
+    put(Path("b"), like(make(other, 2), **{k: v for k, v in changes.items() if k != "tokenizer"}))
+    ByteTokenizer().save(Path("a"))
+    if "tokenizer" in changes:
+        (Path("b") / "tokenizer.json").write_text((Path("a") / "tokenizer.json").read_text())
+        train_bpe(["some words of a text"] * 9, changes["tokenizer"]).save(Path("b"))
+    else:
+        ByteTokenizer().save(Path("b"))
+    status, out, err = call("a", "b")
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_other_numbers_of_tokens_are_refused_where_all_were_looked_at(call, tmp_path, monkeypatch, seed):
+    monkeypatch.chdir(tmp_path)
+    for options, refused in (({}, True), ({"max_tokens": 100}, False)):
+        for name, mixer in (("a", "softmax"), ("b", "mamba2")):
+            found = like(perplexity(mixer, 1), options=options)
+            for row in found["lengths"]:
+                row["tokens"] = 1000 + 5 * (name == "b" and row["length"] == 4096)
+            put(Path(name), found)
+        status, _, err = call("a", "b")
+        assert status == 2 * refused
+        message = "the number of tokens at 4K must be the same to compare, but is 1000 in a, 1005 in b"
+        assert (message in err) == refused
+
+
+def test_one_warning_says_what_differs(call, tmp_path, monkeypatch, seed):
+    monkeypatch.chdir(tmp_path)
+    put(Path("a"), like(perplexity("softmax", 1)), like(niah("softmax", 1), options={"depths": 3}))
+    changed = {"trained_length": 64, "options": {"beyond": "mean"}}
+    put(Path("b"), like(perplexity("mamba2", 1), **changed), like(niah("mamba2", 1), step=7, options={"depths": 5}))
+    status, out, err = call("a", "b")
+    assert status == 0
+    assert set(columns(out)) == {"softmax", "mamba2"}
+    assert err == (
+        "warning: not the same for all runs: trained_length (1024 in a, 64 in b);"
+        " options.beyond (null in a, mean in b); step (9 in a, 7 in b); options.depths (3 in a, 5 in b)\n"
+    )
+    put(Path("b"), like(perplexity("mamba2", 1)), like(niah("mamba2", 1), options={"depths": 3}))
+    assert call("a", "b")[2] == ""
+
+
+def test_bits_per_byte_at_a_length_of_all_runs(call, tmp_path, seed):
+    made = perplexity("softmax", 1, (512, 4096)), perplexity("mamba2", 1, (1024, 4096))
+    folders = [put(tmp_path / found["mixer"], found) for found in made]
+    shown = columns(call(*folders)[1])
+    for found in made:
+        cells = shown[found["mixer"]]
+        assert [name for name in cells if "bits" in name] == ["bits per byte at 4K"]
+        assert cells["bits per byte at 4K"] == f"{found['lengths'][1]['bits_per_byte']:.4f}"
+    put(folders[1], perplexity("mamba2", 1, (1024,)))
+    assert "bits per byte" not in call(*folders)[1]

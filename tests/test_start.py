@@ -49,6 +49,27 @@ def test_same_rows_give_the_same_loss_and_a_resume_goes_on(origin):
     assert 0 < moved < 0.01  # one step on, not a new start
 
 
+RECALL = ("data=mqar", "data.n_pairs=2", "data.vocab_size=257", "data.examples=64")
+
+
+def test_a_run_without_a_tokenizer_starts_no_run_on_text(tmp_path, capsys):
+    """Though both have as many token ids."""
+    run(tmp_path, "run.name=recall", *RECALL)
+    for data in ("text", "niah"):
+        more = ["data=niah", "data.haystack=pystdlib"] if data == "niah" else [f"data={data}"]
+        with pytest.raises(SystemExit) as end:
+            run_cli(main, Config, options(tmp_path, "run.name=wrong", "init_from=recall", *more))
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith(
+            f"error: data={data}: init_from=recall was trained on data=mqar, which has no tokenizer"
+        )
+        assert error.count("\n") == 1
+        assert not (tmp_path / "runs" / "wrong").exists()
+    run_cli(main, Config, options(tmp_path, "run.name=on", "init_from=recall", *RECALL))
+    assert "from the weights of recall" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,7 +35,9 @@ def log(tmp_path: Path, number: int) -> str:
     return (tmp_path / "logs" / f"{number}.log").read_text()
 
 
-def test_every_line_has_its_device_and_its_log(write, tmp_path):
+def test_every_line_has_its_device_and_its_log(write, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-ab")
     lines = ["# sizes", "", *(f'echo "line {n}: <$CUDA_VISIBLE_DEVICES>"' for n in range(3, 8))]
     options = write(*lines, devices=["5", "GPU-ab", "cpu"], per_device=2)
     assert sweep.sweep(options) == []
@@ -83,19 +86,48 @@ def test_without_devices_it_takes_the_visible_gpus(monkeypatch):
         (["", "  # only a comment"], [], "holds no command"),
         (["true"], ["per_device=0"], "per_device=0: must be at least 1"),
         (["true"], ["logs=commands.txt"], "logs=commands.txt: cannot be made"),
+        (["true"], ["logs=commands.txt/a"], "logs=commands.txt/a: cannot be made"),
+        (b"echo caf\xe9", [], "file=commands.txt: is not UTF-8 (byte 8)"),
+        (["true"], ["devices=[cpu,foo]"], "devices=[cpu,foo]: foo must be cpu or a GPU's number or UUID: there is no"),
+        (["true"], ["devices=[0]"], "devices=[0]: 0 must be cpu or a GPU's number or UUID: there is no CUDA device"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, lines, more, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     if lines is not None:
-        Path("commands.txt").write_text("\n".join(lines))
+        Path("commands.txt").write_bytes(lines if isinstance(lines, bytes) else "\n".join(lines).encode())
+    devices = [] if any(option.startswith("devices=") for option in more) else ["devices=[cpu]"]
     with pytest.raises(SystemExit) as end:
-        run_cli(sweep.main, SweepConfig, ["file=commands.txt", "devices=[cpu]", *more])
+        run_cli(sweep.main, SweepConfig, ["file=commands.txt", *devices, *more])
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_devices_are_those_that_are_visible(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(uuid=f"uuid-{i}"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    sweep.check_devices(["cpu", "4", "6", "GPU-uuid-1"])
+    for name in ("0", "foo", "GPU-uuid-2"):
+        with pytest.raises(UserError, match=f"{name} must be cpu .* one of the GPUs 4, 6"):
+            sweep.check_devices(["4", name])
+
+
+def test_a_line_of_output_is_one_write(write, monkeypatch):
+    """So that what another process writes to the same terminal or file stands before it or behind it."""
+    writes = []
+    out = SimpleNamespace(write=writes.append, flush=lambda: None)
+    options = write("true", "false", "true", devices=["cpu"], per_device=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit):
+            sweep.main(options)
+    assert len(writes) == 3 + 3 + 1
+    assert all(text.endswith("\n") and text.count("\n") == 1 for text in writes)
 
 
 # ---- signals

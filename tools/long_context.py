@@ -2,28 +2,33 @@
 
 Reads what `python -m src.evaluate` has left in the run folders (task=perplexity, positions, niah) and groups runs by
 mixer. A number is the mean over the seeds, with the smallest and largest where there are several; a mixer with one
-seed is marked, since one seed claims nothing.
+seed is marked, since one seed claims nothing. Losses of other data or tokens are not compared; a warning says where
+runs were trained or measured in another way.
 """
 
 import argparse
 import csv
 import json
+import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from src.data.common.tokenizer import load_tokenizer
 from src.errors import UserError
 from src.evaluation.figures import tokens_label
-from src.options import one_line
+from src.options import one_line, show
 
 ORDER = ("softmax", "mamba2", "loglinear_mamba2", "gated_deltanet", "loglinear_gdn")
 COLOURS = dict(zip(ORDER, ("black", "tab:orange", "tab:red", "tab:cyan", "tab:blue"), strict=True))
 TASKS = ("perplexity", "positions", "niah")
+FIGURES = (".png", ".pdf", ".svg", ".jpg")
 # (mixer, task, what) -> x -> the value of every seed
 Values = dict[tuple[str, str, str], dict[float, list[float]]]
 
@@ -37,9 +42,12 @@ def main() -> int:
     options = parser.parse_args()
     try:
         found = load(options.runs, options.split)
+        check(found)
         for option, file in (("--csv", options.csv), ("--figure", options.figure)):
-            if file is not None and not file.resolve().parent.is_dir():
-                raise UserError(f"{option} {file}: there is no folder {file.resolve().parent}")
+            if file is not None:
+                check_output(option, file)
+        if differing := differences(found):
+            sys.stderr.write(f"warning: not the same for all runs: {'; '.join(differing)}\n")
         print(table(found))
         if options.csv:
             write_csv(found, options.csv)
@@ -85,7 +93,90 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({one_line(error)})") from error
     if missing:
         raise UserError(f"{path}: has no {', '.join(missing)}; evaluate this run again")
-    return result
+    return {**result, "folder": str(path.parent)}
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    """Raises UserError for two runs whose numbers of a task cannot stand side by side."""
+    for task in TASKS:
+        own = [result for result in found if result["task"] == task]
+        for a, b in combinations(own, 2):
+            if a["mixer"] == b["mixer"] and a["parameters"] != b["parameters"]:
+                sizes = f"{a['parameters']:,} and {b['parameters']:,} parameters"
+                raise UserError(
+                    f"{a['folder']} and {b['folder']} are both {a['mixer']}, but have {sizes}: no two seeds"
+                )
+        if task == "niah" or len(own) < 2:
+            continue
+        for name, fact in {"data": _data, "split": _split, "tokenizer": _tokenizer}.items():
+            first, *others = [(result, fact(result)) for result in own]
+            for other, value in others:
+                if value != first[1]:
+                    raise _not_comparable(task, first[0], other, name, first[1], value)
+        for a, b in combinations(own, 2):
+            counts = _token_counts(a), _token_counts(b)
+            for length in sorted(counts[0].keys() & counts[1].keys()):
+                if counts[0][length] != counts[1][length]:
+                    what = f"the number of tokens at {tokens_label(length)}"
+                    raise _not_comparable(task, a, b, what, counts[0][length], counts[1][length])
+
+
+def differences(found: list[dict[str, Any]]) -> list[str]:
+    """What runs of a task were trained or measured with, where it differs: a phrase each, with two of the runs."""
+    facts: dict[str, Callable[[dict], Any]] = {
+        key: lambda result, key=key: result.get(key) for key in ("trained_length", "step")
+    }
+    facts["packing"] = lambda result: result.get("data", {}).get("packing")
+    facts["window"] = lambda result: result["length"] if result["task"] == "positions" and "length" in result else None
+    options = sorted({key for result in found for key in result.get("options") or {}})
+    facts |= {f"options.{key}": lambda result, key=key: (result.get("options") or {}).get(key) for key in options}
+    phrases: dict[str, None] = {}  # each once, though several tasks have it
+    for task in TASKS:
+        own = [result for result in found if result["task"] == task]
+        for name, fact in facts.items():
+            for other in own[1:]:
+                if (a := fact(own[0])) != (b := fact(other)):
+                    phrases[f"{name} ({show(a)} in {own[0]['folder']}, {show(b)} in {other['folder']})"] = None
+                    break
+    return list(phrases)
+
+
+def check_output(option: str, file: Path) -> None:
+    """Raises UserError for a file that cannot be written."""
+    if not file.resolve().parent.is_dir():
+        raise UserError(f"{option} {file}: there is no folder {file.resolve().parent}")
+    if file.is_dir():
+        raise UserError(f"{option} {file}: is a folder")
+    if not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
+        raise UserError(f"{option} {file}: cannot be written")
+    if option == "--figure" and file.suffix.lower() not in FIGURES:
+        raise UserError(f"{option} {file}: must end with one of {', '.join(FIGURES)}")
+
+
+def _data(result: dict[str, Any]) -> str | None:
+    return result.get("data", {}).get("fingerprint")
+
+
+def _split(result: dict[str, Any]) -> str | None:
+    return result.get("split")
+
+
+def _tokenizer(result: dict[str, Any]) -> str | None:
+    """The fingerprint of the run's tokenizer; None where the folder keeps none."""
+    folder = Path(result["folder"])
+    return load_tokenizer(folder).fingerprint if (folder / "tokenizer.json").is_file() else None
+
+
+def _token_counts(result: dict[str, Any]) -> dict[int, int]:
+    """length -> tokens that the loss is of; empty where only some were looked at, which a warning is about."""
+    if "max_tokens" in (result.get("options") or {}):
+        return {}
+    return {row["length"]: row["tokens"] for row in result.get("lengths", ()) if "tokens" in row}
+
+
+def _not_comparable(task: str, a: dict, b: dict, what: str, of_a: object, of_b: object) -> UserError:
+    values = f"{show(of_a)} in {a['folder']}, {show(of_b)} in {b['folder']}"
+    return UserError(f"task={task}: {what} must be the same to compare, but is {values}")
 
 
 def points(found: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, float, int, float]]:
@@ -120,10 +211,10 @@ def gather(found: list[dict[str, Any]]) -> Values:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """A line a mixer, as Markdown: perplexity and needles by length."""
+    """A line a mixer, as Markdown: perplexity and needles by length, bits per byte at the first common length."""
     values = gather(found)
     lengths = sorted({x for (_, task, _), by in values.items() if task == "perplexity" for x in by})
-    texts = sorted({x for (_, _, what), by in values.items() if what == "bits_per_byte" for x in by})
+    texts = common_lengths(found, "bits_per_byte")
     needles = sorted({what for _, task, what in values if task == "niah" and what.startswith("found/")})
     depths = sorted({x for (_, task, _), by in values.items() if task == "niah" for x in by})
     head = ["mixer", "seeds", "parameters", "state, bytes"]
@@ -135,12 +226,21 @@ def table(found: list[dict[str, Any]]) -> str:
         own = [result for result in found if result["mixer"] == mixer]
         seeds = sorted({result["seed"] for result in own})
         cells = [f"`{mixer}`", ", ".join(map(str, seeds)) + (" (one)" if len(seeds) == 1 else "")]
-        cells += [f"{own[0]['parameters']:,}", f"{own[0].get('state_bytes', 0):,}"]
+        # A mixer's runs for another task may have another vocabulary.
+        for key in ("parameters", "state_bytes"):
+            cells.append(" / ".join(f"{n:,}" for n in sorted({result.get(key, 0) for result in own})))
         cells += [_spread(values[mixer, "perplexity", "perplexity"].get(n, []), ".2f") for n in lengths]
         cells += [_spread(values[mixer, "perplexity", "bits_per_byte"].get(n, []), ".4f") for n in texts[:1]]
         cells += [_spread(values[mixer, "niah", what].get(n, []), ".0%") for what in needles for n in depths]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def common_lengths(found: list[dict[str, Any]], what: str) -> list[int]:
+    """The row lengths at which every run's perplexity evaluation has that number."""
+    runs = [result["lengths"] for result in found if result["task"] == "perplexity"]
+    lengths = [{row["length"] for row in rows if what in row} for rows in runs]
+    return sorted(set.intersection(*lengths)) if lengths else []
 
 
 def draw(found: list[dict[str, Any]]) -> Figure:

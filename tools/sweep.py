@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class SweepConfig:
     file: str
     """Text file with one shell command a line."""
     devices: list[str] = field(default_factory=list)
-    """GPUs by number; empty: all of the machine; cpu: none."""
+    """GPUs by number or UUID; empty: all of the machine; cpu: none."""
     per_device: int = 1
     """Commands at a time on each device."""
     logs: str = "runs/sweep"
@@ -48,7 +49,7 @@ class SweepConfig:
 def main(options: SweepConfig) -> None:
     failed = sweep(options)
     if failed:
-        print(f"{len(failed)} failed: lines {', '.join(map(str, failed))}")
+        say(f"{len(failed)} failed: lines {', '.join(map(str, failed))}")
         raise SystemExit(1)
 
 
@@ -66,12 +67,15 @@ class Job:
 def sweep(options: SweepConfig) -> list[int]:
     """Runs every line; the numbers of those that failed, whose logs say why. A signal ends it by SystemExit."""
     waiting = commands(Path(options.file))
+    check_devices(options.devices)
     free = (options.devices or all_devices()) * options.per_device
     logs = Path(options.logs)
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"logs={logs}: cannot be made ({error.strerror})") from error
+    if not os.access(logs, os.W_OK | os.X_OK):
+        raise UserError(f"logs={logs}: no file can be written there")
     running: list[Job] = []
     failed: list[int] = []
     with caught_signals() as caught:
@@ -85,11 +89,11 @@ def sweep(options: SweepConfig) -> list[int]:
                     free.append(job.device)
                     if report(job):
                         failed.append(job.number)
-        except OSError:  # a full disk, say
+        except OSError as error:  # a full disk, say
             send(running, signal.SIGTERM)
-            raise
+            raise UserError(f"logs={logs}: {error.strerror or error}; the commands that ran got SIGTERM") from error
         if caught:
-            print(f"stopped: ending {len(running)} commands, {len(waiting)} have not begun", flush=True)
+            say(f"stopped: ending {len(running)} commands, {len(waiting)} have not begun")
             end(running, caught)
             raise SystemExit(128 + caught[0])
     return sorted(failed)
@@ -97,7 +101,7 @@ def sweep(options: SweepConfig) -> list[int]:
 
 def start(number: int, command: str, device: str, logs: Path) -> Job:
     """A process group of its own: a signal is passed on once, by this process, whoever sent it."""
-    print(f"line {number} on {device}: {command[:90]}", flush=True)
+    say(f"line {number} on {device}: {command[:90]}")
     log = logs / f"{number}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -115,8 +119,14 @@ def report(job: Job) -> bool:
     """Says how a line has ended; whether it failed."""
     status = job.process.returncode
     how = "done" if status == 0 else f"FAILED with status {status}, see {job.log}"
-    print(f"line {job.number} {how} ({time.monotonic() - job.begin:.0f} s)", flush=True)
+    say(f"line {job.number} {how} ({time.monotonic() - job.begin:.0f} s)")
     return status != 0
+
+
+def say(line: str) -> None:
+    """A line and its end in one write: no other process's output comes between them."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def end(running: list[Job], caught: list[int]) -> None:
@@ -149,19 +159,41 @@ def caught_signals() -> Iterator[list[int]]:
 
 def all_devices() -> list[str]:
     """The machine's GPUs, or those of them that CUDA_VISIBLE_DEVICES leaves. Raises UserError where there is none."""
-    n = torch.cuda.device_count()
-    if not n:
+    names = visible_devices()
+    if not names:
         raise UserError("devices: there is no CUDA device here; devices=[cpu] runs without")
+    return names
+
+
+def check_devices(names: list[str]) -> None:
+    """Raises UserError for a name that is neither cpu nor a GPU that this process sees, by number or UUID."""
+    if set(names) <= {"cpu"}:
+        return
+    visible = visible_devices()
+    known = {"cpu", *visible}
+    if any(name.startswith("GPU-") for name in set(names) - known):
+        known |= {f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(len(visible))}
+    for name in names:
+        if name not in known:
+            gpus = f"one of the GPUs {', '.join(visible)} (or its UUID)" if visible else "there is no CUDA device here"
+            raise UserError(f"devices=[{','.join(names)}]: {name} must be cpu or a GPU's number or UUID: {gpus}")
+
+
+def visible_devices() -> list[str]:
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    n = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[:n] if visible else [str(i) for i in range(n)]
+    return [name.strip() for name in visible.split(",")][:n] if visible else [str(i) for i in range(n)]
 
 
 def commands(file: Path) -> list[tuple[int, str]]:
     """The commands of the file with their line numbers. Raises UserError where there is none."""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"file={file}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"file={file}: is not UTF-8 (byte {error.start})") from error
     lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
     lines = [(n, line) for n, line in lines if line and not line.startswith("#")]
     if not lines:

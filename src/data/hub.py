@@ -28,7 +28,18 @@ from urllib.parse import quote
 from src.data import Split
 from src.data.common import hub, rows
 from src.data.common.corpus import Corpus
-from src.data.common.files import SPLIT_NAMES, Slice, digest_file, find, keep, named_split, read, reading, split_of
+from src.data.common.files import (
+    SPLIT_NAMES,
+    DataError,
+    Slice,
+    digest_file,
+    find,
+    keep,
+    named_split,
+    read,
+    reading,
+    split_of,
+)
 from src.data.common.prepare import SPLITS, Document
 from src.errors import UserError
 
@@ -138,7 +149,7 @@ class Hub(Corpus):
         """The documents of these splits of the corpus, each with the split that it is put into."""
         shares = {s: 0.0 if s in self._own else getattr(self.config, f"{s}_fraction") for s in ("val", "test")}
         if "val" not in self._own and shares["val"] == 0:
-            raise UserError("data.val_fraction=0: training needs a validation split, and this corpus has none")
+            raise DataError("data.val_fraction=0: training needs a validation split, and this corpus has none")
         for source in sources:
             if source not in self._own:
                 continue
@@ -196,7 +207,10 @@ class Hub(Corpus):
         for file in tables:
             names, texts = rows.columns(file)
             if names:
-                return rows.choose_column(names, texts, self.config.column, str(file))
+                column = rows.choose_column(names, texts, self.config.column, str(file))
+                for table in tables:  # before any of them is read
+                    rows.check_column(table, column)
+                return column
         if tables:
             raise UserError(f"data.path={','.join(self.config.path)}: {tables[0].name} has no row")
         return None
@@ -263,6 +277,9 @@ class Hub(Corpus):
             name for name, kind in features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
         ]
         column = rows.choose_column(list(table.column_names), strings, config.column, config.hub_id)
+        kind = getattr(features.get(column), "dtype", None)
+        if column in features and column not in strings and kind != "null":
+            raise DataError(f"data.column={column} is no text ({config.hub_id} holds {kind or 'nested values'} there)")
         number = 0
         try:
             for batch in table.select_columns([column]).iter(batch_size=rows.ROWS):

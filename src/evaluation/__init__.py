@@ -22,9 +22,8 @@ from src import config, runs
 from src.config import Config
 from src.data import DataModule
 from src.errors import UserError
-from src.layers import LevelScales
 from src.model import LanguageModel
-from src.module import LanguageModule, check_backend, load_module, pick_device
+from src.module import LanguageModule, check_backend, load_module, pick_device, set_beyond
 from src.options import show, type_hints
 from src.pieces import piece_size
 from src.registry import DATA, build_options
@@ -158,12 +157,7 @@ def open_run(options: EvaluateConfig) -> Trained:
     precision = options.precision or run.trainer.precision
     check_backend(run.mixer, device.type, precision)
     module = load_module(runs.checkpoint(run_dir, options.checkpoint), device)
-    if options.beyond is not None:
-        scales = [layer for layer in module.modules() if isinstance(layer, LevelScales)]
-        if not scales:
-            raise UserError(f"beyond={options.beyond}: mixer={run.mixer.name} has no level scales")
-        for layer in scales:
-            layer.beyond = options.beyond
+    set_beyond(module, options.beyond)
     return Trained(options, run, run_dir, module, device, precision)
 
 

@@ -226,6 +226,31 @@ def test_mistakes(tmp_path, options, words):
     with pytest.raises(UserError, match=words) as caught:
         _module(tmp_path, **options).setup("fit")
     assert "\n" not in str(caught.value)
+    assert list((tmp_path / "cache").glob("*.partial")) == []
+
+
+def test_a_parquet_column_without_text_is_refused_unread(tmp_path, rows, monkeypatch):
+    """By the schemas of all files, also of the last."""
+    _write(tmp_path / "in" / "a.parquet", rows)
+    _write(tmp_path / "in" / "b.parquet", [{"text": i, "id": i} for i in range(9)])
+    _write(tmp_path / "other" / "a.parquet", rows)
+    _write(tmp_path / "other" / "b.parquet", [{"id": 1}])
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("was read"))
+    for options, words in (
+        ({"path": [str(tmp_path / "in")]}, r"data.column=text is no text \(.*b.parquet holds int64\)"),
+        ({"path": [str(tmp_path / "in")], "column": "meta"}, r"data.column=meta is no text \(.*a.parquet holds struct"),
+        ({"path": [str(tmp_path / "other")]}, r"b.parquet is no Parquet file with a column 'text'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            _module(tmp_path, **options).setup("fit")
+        assert not (tmp_path / "cache").exists() or list((tmp_path / "cache").glob("*.partial")) == []
+
+
+def test_parquet_texts_of_other_types(tmp_path):
+    texts = ["a", None, "b", "a"]
+    for kind in (pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
+        parquet.write_table(pyarrow.table({"text": pyarrow.array(texts).cast(kind)}), tmp_path / "a.parquet")
+        assert _all(_module(tmp_path, path=[str(tmp_path / "a.parquet")])) == ["a", "b", "a"]
 
 
 # The Hub
@@ -343,7 +368,7 @@ def test_one_file_of_a_repository(tmp_path, fake, rows):
         ({"train_split": "all"}, r"data.train_split=all: some/corpus has the splits train, validation"),
         ({"val_split": "dev"}, r"data.val_split=dev: some/corpus has the splits train, validation"),
         ({"column": "body"}, r"data.column=body: some/corpus has the columns text, id, meta"),
-        ({"column": "id"}, r"data.column=id is no text \(row 1 holds a int\)"),
+        ({"column": "id"}, r"data.column=id is no text \(some/corpus holds int64 there\)"),
         ({"data_files": ["absent.parquet"]}, r"some/corpus cannot be loaded \(.*absent.parquet"),
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from src.data.common import cache, prepare
-from src.data.common.files import PIECE
+from src.data.common.files import PIECE, DataError
 from src.data.common.prepare import build
 from src.data.common.tokenizer import ByteTokenizer
 from src.errors import UserError
@@ -181,6 +181,52 @@ def test_a_record_that_does_not_fit_is_not_trusted(tmp_path, seed, small, damage
     assert ("begins anew" in said) == ("continues" in said) == (damage == "fewer documents")
     build(tmp_path / "whole", lambda: documents, ByteTokenizer())
     assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_cut_file_of_a_large_vocabulary_is_noticed(tmp_path, seed, small, cut, capfd):
+    """Tokens of four bytes: a file that holds half of the recorded ones is not filled up with zeros."""
+
+    class Large(ByteTokenizer):
+        vocab_size = 1 << 17
+
+    class Failing(Large):
+        left = 3
+
+        def encode_batch(self, texts):
+            self.left -= 1
+            if self.left < 0:
+                time.sleep(0.05)
+                raise UserError("enough")
+            return super().encode_batch(texts)
+
+    documents = _documents(seed, 60)
+    with pytest.raises(UserError, match="enough"):
+        build(tmp_path / "out", lambda: documents, Failing())
+    partial = tmp_path / "out.partial"
+    lengths = json.loads((partial / prepare.RECORD).read_text())["lengths"]
+    split = max(lengths, key=lambda split: lengths[split]["tokens"])
+    assert lengths[split]["tokens"] > 2
+    os.truncate(partial / f"{split}.tokens.npy", prepare.HEADER + 4 * lengths[split]["tokens"] - cut)
+    capfd.readouterr()
+    build(tmp_path / "out", lambda: documents, Large())
+    assert ("continues" in capfd.readouterr().err) == (cut == 0)
+    build(tmp_path / "whole", lambda: documents, Large())
+    assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+
+
+def test_an_error_of_the_data_keeps_nothing(tmp_path, seed, small):
+    documents = _documents(seed, 60)
+    _killed(tmp_path / "out", documents, 3)
+    assert (tmp_path / "out.partial").is_dir(), "of a kill"
+
+    def wrong():
+        yield from documents
+        raise DataError("row 7 is no text")
+
+    with pytest.raises(DataError, match="row 7"):
+        build(tmp_path / "out", wrong, ByteTokenizer())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_while_reading_keeps_what_is_done(tmp_path, seed, small):

@@ -21,6 +21,10 @@ DIGEST_MEMO = 1 << 26  # bytes: hashes of larger files are kept by path, size an
 SPLIT_NAMES = {"train": {"train"}, "val": {"valid", "validation", "val", "dev"}, "test": {"test"}}
 
 
+class DataError(UserError):
+    """What the text's files hold is wrong, which reading them again does not change."""
+
+
 @dataclass(frozen=True)
 class Slice:
     """The bytes [begin, end) of a file: one document of a split."""
@@ -47,11 +51,12 @@ def named_split(name: str) -> str | None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """An OSError inside becomes a UserError that names the file or folder."""
+    """An OSError inside becomes a UserError that names the file or folder; without a number, it is of the content."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+        kind = DataError if error.errno is None else UserError
+        raise kind(f"{path} cannot be read ({error.strerror or error})") from error
 
 
 def open_binary(path: Path) -> BinaryIO:
@@ -138,7 +143,7 @@ def read(part: Slice, encoding_errors: str | None = None) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 at = file.tell() - len(error.object) + error.start
                 option = ", or set data.encoding_errors=replace" if encoding_errors else ""
-                raise UserError(f"{part.path} is not UTF-8 (byte {at}): convert it{option}") from error
+                raise DataError(f"{part.path} is not UTF-8 (byte {at}): convert it{option}") from error
             if not block:
                 return
 

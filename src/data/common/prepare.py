@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from src.data.common.files import PIECE, pieces
+from src.data.common.files import PIECE, DataError, pieces
 from src.data.common.packing import Stream
 from src.data.common.tokenizer import Tokenizer
 from src.errors import UserError
@@ -51,15 +51,20 @@ def build(
     """Tokenise into `folder`, which must not exist; what an earlier call has done of it is kept.
 
     documents: gives (split, document) in the same order at every call. total: bytes, where known or about,
-    for the progress bar. Only one process may work on a folder.
+    for the progress bar. Only one process may work on a folder. An error of the data itself keeps nothing: it would
+    come again, and data that is mended has another folder.
     """
     partial = folder.with_name(folder.name + ".partial")
     try:
-        _prepare(partial, folder, documents, tokenizer, total)
-    except _OtherText:
-        _say(f"{folder.name}: the text is not that of the interrupted preparation, which begins anew")
-        shutil.rmtree(partial)
-        _prepare(partial, folder, documents, tokenizer, total)
+        try:
+            _prepare(partial, folder, documents, tokenizer, total)
+        except _OtherText:
+            _say(f"{folder.name}: the text is not that of the interrupted preparation, which begins anew")
+            shutil.rmtree(partial)
+            _prepare(partial, folder, documents, tokenizer, total)
+    except DataError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def flat(documents: Iterable[tuple[str, Document]]) -> Iterator[tuple[str, bool, str]]:
@@ -106,7 +111,7 @@ class _Batch:
 
 def _prepare(partial: Path, folder: Path, documents: Callable, tokenizer: Tokenizer, total: int | None) -> None:
     made_of = {"folder": folder.name, "piece": PIECE}
-    record = _read_record(partial, made_of)
+    record = _read_record(partial, made_of, _token_type(tokenizer))
     if record is None:
         shutil.rmtree(partial, ignore_errors=True)
         with _disk(partial):
@@ -226,7 +231,7 @@ class _SplitFiles:
 
     def __init__(self, path: Path, tokenizer: Tokenizer, lengths: dict[str, int] | None) -> None:
         lengths = lengths or {"tokens": 0, "starts": 0, "bytes": 0, "words": 0}
-        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self.dtype = _token_type(tokenizer)
         self.eot = np.array([tokenizer.eot], self.dtype)
         self.n_bytes, self.n_words = lengths["bytes"], lengths["words"]
         self.tokens = _GrowingArray(Path(f"{path}.tokens.npy"), self.dtype, lengths["tokens"])
@@ -304,7 +309,11 @@ class _GrowingArray:
         self.flush()
 
 
-def _read_record(partial: Path, made_of: dict[str, Any]) -> _Record | None:
+def _token_type(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+
+def _read_record(partial: Path, made_of: dict[str, Any], token: np.dtype) -> _Record | None:
     """The record of this folder, if there is one of the same making and the files are at least that long."""
     try:
         record = _Record(**json.loads((partial / RECORD).read_text()))
@@ -312,7 +321,7 @@ def _read_record(partial: Path, made_of: dict[str, Any]) -> _Record | None:
             for name in ("tokens", "starts", "bytes", "words"):
                 length = record.lengths[split]["tokens" if name == "tokens" else "starts"]
                 size = (partial / f"{split}.{name}.npy").stat().st_size
-                if size < HEADER + length * (2 if name == "tokens" else 8):
+                if size < HEADER + length * (token.itemsize if name == "tokens" else 8):
                     return None
         return record if record.made_of == made_of and record.pieces else None
     except (OSError, ValueError, KeyError, TypeError):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from src.data.common.files import reading
+from src.data.common.files import DataError, reading
 from src.errors import UserError
 
 JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst"))
@@ -41,13 +41,30 @@ def choose_column(names: Sequence[str], texts: Sequence[str], given: str | None,
 def columns(path: Path) -> tuple[list[str], list[str]]:
     """All columns of a file, and those that hold text. A JSON file's are those of its first row."""
     if kind(path) == "parquet":
-        import pyarrow
-
         schema = _parquet(path).schema_arrow
-        kinds = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
-        return schema.names, [field.name for field in schema if any(is_text(field.type) for is_text in kinds)]
+        return schema.names, [field.name for field in schema if _is_text(field.type)]
     first = next(_json_rows(path), {})
     return list(first), [name for name, value in first.items() if isinstance(value, str)]
+
+
+def check_column(path: Path, column: str) -> None:
+    """Raises UserError where a file is known not to have texts in that column without reading it: Parquet."""
+    if kind(path) != "parquet":
+        return
+    schema = _parquet(path).schema_arrow
+    if column not in schema.names:
+        raise UserError(f"{path} is no Parquet file with a column {column!r} (it has {schema.names})")
+    found = schema.field(column).type
+    if not _is_text(found) and str(found) != "null":  # null: rows without text
+        raise UserError(f"data.column={column} is no text ({path} holds {_one_line(found)})")
+
+
+def _is_text(kind: Any) -> bool:
+    """Of a type of pyarrow; a dictionary's is that of its values."""
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 def texts(path: Path, column: str) -> Iterator[str]:
@@ -63,7 +80,7 @@ def as_text(value: Any, column: str, origin: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"data.column={column} is no text ({origin} holds a {type(value).__name__})")
+        raise DataError(f"data.column={column} is no text ({origin} holds a {type(value).__name__})")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -92,14 +109,13 @@ def _parquet(path: Path) -> Any:
 
 
 def _parquet_column(path: Path, column: str) -> Iterator[Any]:
+    check_column(path, column)
     file = _parquet(path)
-    if column not in file.schema_arrow.names:
-        raise UserError(f"{path} is no Parquet file with a column {column!r} (it has {file.schema_arrow.names})")
     try:
         for batch in file.iter_batches(batch_size=ROWS, columns=[column]):
             yield from batch.column(column).to_pylist()
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({_one_line(error)})") from error
+        raise DataError(f"{path} is damaged ({_one_line(error)})") from error
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -113,7 +129,7 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
             rows = ((i, _parsed(line, f"{path}, line {i}")) for i, line in enumerate(lines, 1) if line.strip())
         for number, row in rows:
             if not isinstance(row, dict):
-                raise UserError(f"{path}, row {number}: a {type(row).__name__}, not an object with columns")
+                raise DataError(f"{path}, row {number}: a {type(row).__name__}, not an object with columns")
             yield row
 
 
@@ -121,8 +137,8 @@ def _parsed(content: bytes, origin: str) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise UserError(f"{origin}: not JSON, one object a line ({_one_line(error)})") from error
+        raise DataError(f"{origin}: not JSON, one object a line ({_one_line(error)})") from error
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]
+def _one_line(what: object) -> str:
+    return " ".join(str(what).split())[:160]
