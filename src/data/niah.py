@@ -14,7 +14,8 @@ A needle is the sentence "The code of gentle-river is 4821763."; a question at t
 
 The text is a corpus's (`data.haystack=`), its splits are the splits here. An example is exactly `length` tokens with
 the last end-of-text (src/data/common/needle_examples.py) and a pure function of (seed, split, task, length, number).
-Depths are drawn without replacement from 40 points.
+Depths are drawn without replacement from 40 points; a needle stands at the next border of a sentence or line, which in
+a short example can be far off (`Example.depth`).
 
 A training row is `seq_len` tokens: seq_len // length examples one after the other, the last takes the rest, so
 nothing is padded. Row i has length `lengths[i mod their number]`; tasks take turns.
@@ -36,7 +37,7 @@ from src.data.common.needle_examples import Example, ExampleMaker
 from src.data.common.packing import padded_borders
 from src.data.common.tokenizer import find_tokenizer
 from src.errors import UserError
-from src.options import nearest
+from src.options import nearest, type_hints, unknown_key
 from src.registry import DATA, build_options
 
 SHARED = ("tokenizer", "vocab_size", "eot", "cache_dir")  # options that the corpus is given
@@ -181,6 +182,10 @@ class Niah(DataModule):
     def _per_group(self, split: Split) -> int:
         return self.config.val_examples if split == "val" else self.config.test_examples
 
+    def haystack_tokens(self, split: Split) -> int:
+        """Tokens of the split's text: a longer example repeats it. After setup(); UserError where it has none."""
+        return len(self.corpus.stream(split))
+
     # Batches
 
     def n_samples(self, split: Split) -> int:
@@ -229,7 +234,7 @@ class Niah(DataModule):
         facts["tasks"] = ", ".join(self.config.tasks)
         for split, lengths in self.lengths.items():
             facts[split] = f"{'/'.join(map(str, lengths))} tokens"
-            facts[f"{split}.haystack tokens"] = len(self.corpus.stream(split))
+            facts[f"{split}.haystack tokens"] = self.haystack_tokens(split)
         return facts
 
 
@@ -245,8 +250,13 @@ def _corpus(config: Niah.Config, seed: int) -> Corpus:
     for key in SHARED:
         if key in config.haystack_options:
             raise UserError(f"data.haystack_options.{key}: set data.{key}")
+    where = "data.haystack_options"
+    own = [key for key in type_hints(cls.Config) if key not in (*SHARED, "name")]
+    for key in config.haystack_options:
+        if key not in own:
+            raise UserError(unknown_key(f"{where}.{key}", [f"{where}.{k}" for k in own], own, where))
     shared = {key: getattr(config, key) for key in SHARED}
-    options = build_options(cls, {**config.haystack_options, **shared}, "data.haystack_options")
+    options = build_options(cls, {**config.haystack_options, **shared}, where)
     return cls(options, seed=seed)
 
 

@@ -1,11 +1,15 @@
 """Plain figures without a display: `Figure` of Matplotlib itself, none of pyplot's global state."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 RANGE = 0.02  # least height of an axis of losses, in nats
+PAGE = 13  # inches: maps side by side
+LEAST = 3.6  # inches: of the narrowest figure
 
 
 def curves(
@@ -44,8 +48,13 @@ def curves(
     return figure
 
 
-def heat_map(
-    cells: np.ndarray,
+def heat_map(cells: np.ndarray, **options: Any) -> Figure:
+    """One map of `heat_maps`, whose options it takes."""
+    return heat_maps({"": cells}, **options)
+
+
+def heat_maps(
+    maps: Mapping[str, np.ndarray],
     *,
     columns: Sequence[object],
     rows: Sequence[object],
@@ -54,21 +63,41 @@ def heat_map(
     title: str,
     trained_columns: int | None = None,
 ) -> Figure:
-    """Shares from 0 to 1 as coloured cells with their number; NaN stays empty. A line behind the trained columns."""
-    figure = Figure(figsize=(1.6 + 0.75 * len(columns), 1.4 + 0.36 * len(rows)))
-    axes = figure.subplots()
-    image = axes.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    axes.set_xticks(range(len(columns)), [_label(c) for c in columns])
-    axes.set_yticks(range(len(rows)), [_label(r) for r in rows])
-    for (i, j), value in np.ndenumerate(cells):
-        if not np.isnan(value):
-            colour = "white" if value < 0.15 or value > 0.85 else "black"  # the ends of the scale are dark
-            axes.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=8, color=colour)
-    if trained_columns is not None and 0 < trained_columns < len(columns):
-        axes.axvline(trained_columns - 0.5, color="black", linestyle="--", linewidth=1.5)
-    axes.set(xlabel=x, ylabel=y, title=title)
-    figure.colorbar(image, ax=axes)
+    """Maps side by side, each under its name, of the same rows and columns: `[rows, columns]` shares from 0 to 1.
+
+    Cells are coloured, with their number; NaN stays empty. A line behind the trained columns.
+    """
+    width, height = 0.6 + 0.75 * len(columns), 0.6 + 0.36 * len(rows)
+    across = min(len(maps), max(1, int(PAGE / width)))
+    down = -(-len(maps) // across)
+    size = (max(LEAST, 1.2 + width * across), 1.2 + height * down)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    for axes, (name, cells) in zip(grid.flat, maps.items(), strict=False):
+        image = axes.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axes.set_xticks(range(len(columns)), [_label(c) for c in columns])
+        axes.set_yticks(range(len(rows)), [_label(r) for r in rows])
+        for (i, j), value in np.ndenumerate(cells):
+            if not np.isnan(value):
+                colour = "white" if value < 0.15 or value > 0.85 else "black"  # the ends of the scale are dark
+                axes.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=8, color=colour)
+        if trained_columns is not None and 0 < trained_columns < len(columns):
+            axes.axvline(trained_columns - 0.5, color="black", linestyle="--", linewidth=1.5)
+        axes.set_title(name, fontsize=9)
+    for axes in grid.flat[len(maps) :]:
+        axes.remove()
+    for axes in grid.flat[max(0, len(maps) - across) : len(maps)]:
+        axes.tick_params(labelbottom=True)  # also above a place that has no map
+    figure.supxlabel(_wrapped(x, size[0], 10), fontsize=10)
+    figure.supylabel(y, fontsize=10)
+    figure.suptitle(_wrapped(title, size[0], 11), fontsize=11)
+    figure.colorbar(image, ax=grid.ravel().tolist()[: len(maps)])
     return figure
+
+
+def _wrapped(text: str, inches: float, points: float) -> str:
+    """The text in lines that are no wider than a figure of so many inches."""
+    return textwrap.fill(text, max(1, int(inches * 72 / (0.68 * points))))  # a wide character on average
 
 
 def _label(value: object) -> str:

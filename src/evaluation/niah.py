@@ -5,8 +5,8 @@ prompt and the tokens before it. `found`: the model generates greedily, and the 
 what it says (case ignored) counts, as in RULER. The prompt is read once for both.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from src.data.common.corpus import Corpus
+from src.data.common.needle_examples import TooShort
 from src.data.common.needles import TASKS, contained
 from src.data.niah import Niah
 from src.errors import UserError
@@ -22,12 +23,15 @@ from src.evaluation import Report, Trained, figures
 from src.evaluation.perplexity import facts
 from src.model import LanguageModel
 from src.ops.state import ModelState
+from src.options import show
 from src.pieces import prefill
 from src.registry import DATA
 
 USES = {"split", "lengths", "examples", "depths", "tasks"}
 EXAMPLES = 10  # of each cell
 SPARE = 8  # tokens that a generated answer may be longer than the right one
+FAR = 0.1  # a mean depth that differs by more from the asked one is said
+INSTEAD = dict.fromkeys(("seq_len", "lengths", "val_lengths", "test_lengths"), "lengths") | {"tasks": "tasks"}
 
 
 class Score(NamedTuple):
@@ -40,38 +44,38 @@ class Score(NamedTuple):
 def evaluate(trained: Trained) -> Report:
     options = trained.options
     data = _data(trained)
-    lengths = options.lengths or [trained.trained_length * m for m in (1, 2, 4, 8)]
-    tasks = options.tasks or data.config.tasks
+    lengths, tasks = _lengths(trained), list(dict.fromkeys(data.config.tasks))
     depths = np.linspace(0, 1, options.depths).tolist() if options.depths > 1 else [0.5]
-    for task in tasks:
-        if max(lengths) < data.smallest(task):
-            raise UserError(f"lengths={lengths}: {task} needs at least {data.smallest(task)} tokens")
-    cells = [
-        (task, length, depth)
-        for task in tasks for length in sorted(lengths) if length >= data.smallest(task) for depth in depths
-    ]  # fmt: skip
+    text = any(TASKS[task].haystack == "text" for task in tasks)
+    haystack = data.haystack_tokens(options.split) if text else None
+    cells = [(task, length, depth) for task in tasks for length in lengths for depth in depths]
     rows = []
     for task, length, depth in tqdm(cells, "needles", unit="cell", disable=None):
-        scores = list(cell_scores(trained, data, task, length, depth, options.examples or EXAMPLES))
-        exact, found = (float(np.mean([getattr(score, name) for score in scores])) for name in Score._fields)
-        rows.append(
-            {"task": task, "length": length, "depth": depth, "exact": exact, "found": found, "examples": len(scores)}
-        )
+        scored = list(cell_scores(trained, data, task, length, depth, options.examples or EXAMPLES))
+        scores, real = zip(*scored, strict=True)
+        row = {"task": task, "length": length, "depth": depth, "mean_depth": float(np.mean(real))}
+        means = {name: float(np.mean([getattr(score, name) for score in scores])) for name in Score._fields}
+        rows.append({**row, **means, "examples": len(scores)})
     means = {f"{name}/{task}": _mean(rows, name, task=task) for task in tasks for name in Score._fields}
+    tables = [table(rows, task, trained.trained_length) for task in tasks]
+    if haystack is not None and haystack < lengths[-1]:
+        tables.append(f"the {options.split} haystack has {haystack:,} tokens: longer examples repeat it")
     return Report(
-        values={"cells": rows, **means, "data": facts(data)},
-        table="\n\n".join(table(rows, task, trained.trained_length) for task in tasks),
+        values={"cells": rows, **means, "haystack_tokens": haystack, "data": facts(data)},
+        table="\n\n".join(tables),
         scalars=means,
         curve={
-            f"{name}_by_length/{task}": [(t, _mean(rows, name, task=task, length=t)) for t in sorted(lengths)]
+            f"{name}_by_length/{task}": [(t, _mean(rows, name, task=task, length=t)) for t in lengths]
             for task in tasks for name in Score._fields
         },
-        figure=_figure(rows, tasks, sorted(lengths), depths, trained),
+        figure=_figure(rows, tasks, lengths, depths, trained),
     )  # fmt: skip
 
 
-def cell_scores(trained: Trained, data: Niah, task: str, length: int, depth: float, examples: int) -> Iterator[Score]:
-    """The examples of one task, length and depth, as many at once as a forward pass takes."""
+def cell_scores(
+    trained: Trained, data: Niah, task: str, length: int, depth: float, examples: int
+) -> Iterator[tuple[Score, float]]:
+    """The examples of one task, length and depth, as many at once as a forward pass takes: score and real depth."""
     at_once = max(1, trained.piece // length)
     for first in range(0, examples, at_once):
         numbers = range(first, min(first + at_once, examples))
@@ -81,7 +85,7 @@ def cell_scores(trained: Trained, data: Niah, task: str, length: int, depth: flo
         exact = forced(trained.model, logits, state, answers)
         texts = greedy(trained.model, logits, state, max(map(len, answers)) + SPARE, data.tokenizer.eot)
         for example, right, ids in zip(drawn, exact, texts, strict=True):
-            yield Score(right, contained(data.tokenizer.decode(ids), example.references))
+            yield Score(right, contained(data.tokenizer.decode(ids), example.references)), example.depth
 
 
 @torch.inference_mode()
@@ -124,41 +128,70 @@ def table(rows: list[dict[str, Any]], task: str, trained_length: int) -> str:
         means = "".join(f"{_mean(rows, name, length=length):>7.1%}" for name in ("found", "exact"))
         mark = "  beyond the trained length" if length > trained_length else ""
         lines.append(f"{length:>8,} {line}   {means}{mark}")
+    for length in sorted({row["length"] for row in rows}):
+        far = [row for row in rows if row["length"] == length and abs(row["mean_depth"] - row["depth"]) > FAR]
+        if far:
+            pairs = ", ".join(f"{row['mean_depth']:.0%} for {row['depth']:.0%}" for row in far)
+            lines.append(f"at {length:,} tokens the needle could not stand where it was asked: on average at {pairs}")
     return "\n".join(lines)
 
 
 def _mean(rows: list[dict[str, Any]], name: str, **where: Any) -> float:
     chosen = [row[name] for row in rows if all(row[key] == value for key, value in where.items())]
-    return float(np.mean(chosen)) if chosen else float("nan")
+    return float(np.mean(chosen))
+
+
+def _lengths(trained: Trained) -> list[int]:
+    return sorted(set(trained.options.lengths or [trained.trained_length * m for m in (1, 2, 4, 8)]))
 
 
 def _data(trained: Trained) -> Niah:
-    """The run's needles; of a run on a text, needles in that text."""
-    run, options = trained.run.data, trained.options
-    name = options.data.get("name", "niah")
+    """The run's needles; of a run on a text, needles in that text. At the lengths that are measured."""
+    run, options, given = trained.run.data, trained.options, dict(trained.options.data)
+    name = given.get("name", "niah")
     if not issubclass(DATA.get(name), Niah):  # before it is prepared, which can take minutes
         raise UserError(f"data.name={name}: task=niah measures data.name=niah")
-    changes: dict[str, Any] = {"tasks": options.tasks} if options.tasks else {}
-    if run.name != "niah":
-        if not issubclass(DATA.get(run.name), Corpus):
-            raise UserError(f"task=niah: run {trained.run_dir.name} was trained on data={run.name}, which is no text")
-        own = {f.name for f in fields(run)} - {f.name for f in fields(Niah.Config)} - {"val_rows"}
-        changes |= {"name": "niah", "seq_len": max(options.lengths or [trained.trained_length])}
-        changes |= {"haystack": run.name, "haystack_options": {key: getattr(run, key) for key in sorted(own)}}
-    return trained.data(**changes)
+    for key, instead in INSTEAD.items():
+        if key in given:
+            raise UserError(f"data.{key}={show(given[key])}: task=niah takes {instead}: give {instead} alone")
+    lengths = _lengths(trained)
+    changes: dict[str, Any] = {"seq_len": lengths[-1], "lengths": lengths, "val_lengths": [], "test_lengths": []}
+    if options.tasks:
+        changes["tasks"] = list(dict.fromkeys(options.tasks))
+    if run.name == "niah":
+        corpus, own = run.haystack, run.haystack_options
+    elif issubclass(DATA.get(run.name), Corpus):
+        names = {f.name for f in fields(run)} - {f.name for f in fields(Niah.Config)} - {"val_rows"}
+        corpus, own = run.name, {key: getattr(run, key) for key in sorted(names)}
+        changes |= {"name": "niah", "eot": run.eot, "cache_dir": run.cache_dir}
+    else:
+        raise UserError(f"task=niah: run {trained.run_dir.name} was trained on data={run.name}, which is no text")
+    changes["haystack"] = given.get("haystack", corpus)
+    own = own if changes["haystack"] == corpus else {}  # another corpus has other options
+    asked = given.get("haystack_options", {})
+    if isinstance(asked, Mapping):  # what else it may be is refused where the options are built
+        given["haystack_options"] = {**own, **asked}
+    try:
+        return replace(trained, options=replace(options, data=given)).data(**changes)
+    except TooShort as error:
+        what = f"lengths={show(options.lengths)}" if options.lengths else f"trained length {trained.trained_length}"
+        raise UserError(
+            f"{what}: {error.reason}, not {error.length}: leave out the task (tasks=) or the length (lengths=)"
+        ) from error
 
 
 def _figure(rows: list[dict[str, Any]], tasks: list[str], lengths: list[int], depths: list[float], trained: Trained):
-    """The heat map: depth (lines) by length (columns), the mean over the tasks where there are several."""
-    cells = np.array([[_mean(rows, "found", length=t, depth=depth) for t in lengths] for depth in depths])
-    what = tasks[0] if len(tasks) == 1 else "all tasks" if len(tasks) == len(TASKS) else ", ".join(tasks)
-    title = f"{trained.run_dir.name}: needles found ({what})"
-    return figures.heat_map(
-        cells,
+    """A heat map for each task: depth (lines) by length (columns)."""
+    found = {
+        task: np.array([[_mean(rows, "found", task=task, length=t, depth=depth) for t in lengths] for depth in depths])
+        for task in tasks
+    }
+    return figures.heat_maps(
+        found,
         columns=lengths,
         rows=[f"{d:.0%}" for d in depths],
         x="length, tokens (dashed: where training ended)",
         y="depth",
-        title=title,
+        title=f"{trained.run_dir.name}: needles found",
         trained_columns=sum(length <= trained.trained_length for length in lengths),
     )

@@ -341,6 +341,33 @@ def test_every_example_fits_into_the_smallest_length(niah, task):
             module.example("train", task, least - 1, 0)
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("task", [task for task, kind in TASKS.items() if kind.haystack == "needles"])
+def test_the_smallest_length_has_another_line_on_either_side(niah, task, tokenizer):
+    module, alone = niah(tokenizer=tokenizer), 0
+    for number in range(200):
+        for depth in (0.0, 1.0):
+            example = module.example("val", task, module.smallest(task), number, depth)
+            hay, what, _ = _parts(module, example)
+            keys = [key for key, _ in FACT.findall(hay)]
+            if len(keys) == 1 and task == "multikey_3":  # UUIDs of uncommonly many tokens
+                alone += 1
+                continue
+            assert len(keys) >= 2
+            assert (keys[-1] == _asked(what)[0]) == bool(depth)
+            assert example.depth == 1.0 if depth else example.depth < 0.7  # a short line may stand at the end
+    assert alone <= 0.03 * 400
+
+
+def test_shared_options_are_not_offered_for_the_haystack(niah):
+    with pytest.raises(UserError, match=r"^unknown key 'data.haystack_options.eots'") as error:
+        niah(haystack_options={"eots": "x"})
+    allowed = re.search(r"\(allowed in data.haystack_options: (.*)\)", str(error.value))[1].split(", ")
+    assert {"path", "split"} <= set(allowed)
+    assert not {"tokenizer", "vocab_size", "eot", "cache_dir", "name"} & set(allowed)
+    assert "data.haystack_options.eot'" not in str(error.value)
+
+
 def test_an_impossible_length_is_an_error_at_once(niah, monkeypatch):
     monkeypatch.setattr("src.data.common.corpus.build", lambda *_: pytest.fail("tokenised before the check"))
     module = niah(setup=False, seq_len=100, tasks=["single_1", "multiquery", "multikey_1"])

@@ -8,6 +8,7 @@ import torch
 
 from src.config import run_cli
 from src.data.common.needles import contained
+from src.errors import UserError
 from src.evaluate import evaluate, main
 from src.evaluation import EvaluateConfig, open_run
 from src.evaluation.niah import _data, forced, greedy
@@ -68,6 +69,80 @@ def test_table_figure_and_file(needle_run, capsys):
     assert "single_2: needles found" in out
     assert "beyond the trained length" in out
     assert (needle_run / "evaluation-niah-test.png").stat().st_size > 1000
+    assert all(abs(row["mean_depth"] - row["depth"]) < 0.2 for row in saved["cells"])
+    assert saved["haystack_tokens"] == _data(_opened(needle_run)).haystack_tokens("test")
+
+
+def _opened(run_dir, **options):
+    return open_run(EvaluateConfig(run=str(run_dir), device="cpu", task="niah", **options))
+
+
+def _measured(run_dir, **options):
+    defaults = {"depths": 1, "examples": 1}
+    return evaluate(EvaluateConfig(run=str(run_dir), device="cpu", task="niah", **(defaults | options)))
+
+
+def test_mean_depth_is_that_of_the_examples_and_the_table_says_where_it_is_another(needle_run):
+    trained = _opened(needle_run, tasks=["multikey_2", "single_1"])
+    data = _data(trained)
+    least = data.smallest("multikey_2")
+    results = _measured(needle_run, tasks=["multikey_2", "single_1"], lengths=[least, 3000], depths=3, examples=3)
+    for row in results["cells"]:
+        drawn = [data.example("val", row["task"], row["length"], n, row["depth"]).depth for n in range(3)]
+        assert row["mean_depth"] == pytest.approx(sum(drawn) / 3)
+    far = {(r["task"], r["length"]) for r in results["cells"] if abs(r["mean_depth"] - r["depth"]) > 0.1}
+    assert ("multikey_2", least) in far  # a whole line and the rest of one have no middle
+    notes = [line for line in results["table"].splitlines() if "could not stand" in line]
+    assert len(notes) == len(far)
+    assert not any("3,000" in note for note in notes)
+    assert any(f"at {least:,} tokens" in note for note in notes)
+
+
+def test_each_task_and_length_is_measured_once(needle_run):
+    results = _measured(needle_run, tasks=["single_2", "multivalue", "single_2"], lengths=[700, 500, 700])
+    cells = [(row["task"], row["length"]) for row in results["cells"]]
+    assert cells == [(task, n) for task in ("single_2", "multivalue") for n in (500, 700)]
+    assert results["table"].count("single_2: needles found") == 1
+
+
+def test_a_haystack_shorter_than_an_example_is_said_once(needle_run):
+    tokens = _data(_opened(needle_run)).haystack_tokens("val")
+    note = f"the val haystack has {tokens:,} tokens: longer examples repeat it"
+    long = _measured(needle_run, lengths=[tokens + 500, 500])
+    assert long["table"].count(note) == 1
+    assert long["haystack_tokens"] == tokens
+    assert "repeat" not in _measured(needle_run, tasks=["single_2"], lengths=[tokens])["table"]
+    noise = _measured(needle_run, tasks=["single_1"], lengths=[tokens + 500])
+    assert "repeat" not in noise["table"]
+    assert noise["haystack_tokens"] is None
+
+
+def test_other_haystacks_and_options_over_those_of_the_run(tmp_path, needle_run, monkeypatch):
+    """Of a run on a text and of one on needles: its own corpus's options go with its own corpus only."""
+    cache = tmp_path / "cache"
+    on_text = run(
+        tmp_path, "run.name=text", "trainer.max_steps=1", f"data.cache_dir={cache}", "data.val_fraction=0.3",
+        "data.encoding_errors=replace",
+    )  # fmt: skip
+    other = write_corpus(tmp_path / "other", documents=30)
+    own = tmp_path / "corpus"
+    with monkeypatch.context() as patch:
+        patch.setattr("src.data.common.corpus.build", lambda *_: pytest.fail("tokenised again"))
+        data = _data(_opened(on_text, lengths=[600]))
+        assert data.config.cache_dir == str(cache)
+    assert data.config.haystack_options["path"] == [str(own)]
+    asked = {"haystack_options": {"path": str(other)}}
+    merged = _data(_opened(on_text, lengths=[600], data=asked)).config.haystack_options
+    assert merged["path"] == str(other)
+    assert (merged["val_fraction"], merged["encoding_errors"]) == (0.3, "replace")
+    asked = {"haystack_options": {"val_fraction": 0.4}}
+    merged = _data(_opened(needle_run, data=asked)).config.haystack_options
+    assert merged == {"path": str(needle_run.parent.parent / "corpus"), "val_fraction": 0.4}
+    monkeypatch.setattr("src.data.prose.Prose.documents", lambda *_: ["A short text. " * 200])
+    for run_dir in (on_text, needle_run):
+        prose = _data(_opened(run_dir, lengths=[600], data={"haystack": "prose", "cache_dir": str(cache)}))
+        assert prose.config.haystack == "prose"
+        assert prose.config.haystack_options == {}
 
 
 @pytest.mark.parametrize("good", [True, False])
@@ -103,6 +178,12 @@ def test_needles_in_the_text_of_a_run_on_text(tmp_path):
     assert [row["length"] for row in results["cells"]] == [400]
 
 
+def test_a_trained_length_too_short_for_a_task_is_an_error(tmp_path):
+    run_dir = run(tmp_path, "run.name=text", "trainer.max_steps=1")
+    with pytest.raises(UserError, match=r"^trained length 16: multiquery needs at least \d+ .*, not 16: leave out"):
+        _measured(run_dir)
+
+
 def test_contained():
     assert contained("It is ABC and 12.", ["abc", "13"]) == 0.5
 
@@ -110,7 +191,15 @@ def test_contained():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["lengths=20"], "at least"),
+        (["lengths=[20]"], "lengths=[20]: multivalue needs at least "),
+        (["lengths=[20,5000]"], "lengths=[20, 5000]: multivalue needs at least "),
+        (["lengths=[20,5000]"], ", not 20: leave out the task (tasks=) or the length (lengths=)"),
+        (["lengths=[150,5000]", "tasks=[single_1,multikey_3]"], "lengths=[150, 5000]: multikey_3 needs at least "),
+        (["lengths=[300]", "data.seq_len=100"], "data.seq_len=100: task=niah takes lengths: give lengths alone"),
+        (["data.val_lengths=[100]"], "data.val_lengths=[100]: task=niah takes lengths: give lengths alone"),
+        (["data.tasks=[single_1]"], "data.tasks=['single_1']: task=niah takes tasks: give tasks alone"),
+        (["data.haystack_options=5"], "data.haystack_options=5: expected a mapping"),
+        (["data.haystack_options.foo=5"], "unknown key 'data.haystack_options.foo'; did you mean 'data.haystack_opt"),
         (["tasks=single_9"], "single_9"),
         (["depths=0"], "depths=0"),
         (["data.name=prose"], "data.name=prose: task=niah measures data.name=niah"),

@@ -23,6 +23,8 @@ from src.data.common.tokenizer import Tokenizer
 from src.errors import UserError
 
 STREAMS = {"train": 0, "val": 1, "test": 2}
+SAMPLES = 512  # examples measured for the smallest length, of which
+ENOUGH = 0.95  # this share fits with another line
 DEPTHS = 40  # points from 0 to 1 that depths are drawn from
 LONGEST = {"number": 7, "uuid": 36}  # characters; a tokenizer makes at most one token of each
 
@@ -50,6 +52,21 @@ class Drawn(NamedTuple):
     depth: float
 
 
+class TooShort(UserError):
+    """A length without room for a task: `key` is the option that asked for it, `least` the smallest possible one."""
+
+    def __init__(self, key: str, length: int, task: str, least: int) -> None:
+        self.length, self.task, self.least = length, task, least
+        super().__init__(f"{key}={length}: {self.reason}")
+
+    @property
+    def reason(self) -> str:
+        needed = "instruction, needles, question and answer"
+        if TASKS[self.task].haystack == "needles":
+            needed = "instruction, the needle and another line, question and answer"
+        return f"{self.task} needs at least {self.least} tokens with this tokenizer ({needed})"
+
+
 class ExampleMaker:
     """Draws examples for one tokenizer; `stream` gives the tokens of a split."""
 
@@ -63,7 +80,10 @@ class ExampleMaker:
         return Haystack(self.tokenizer)
 
     def smallest(self, task: str) -> int:
-        """The length from which on every example of the task has room for instruction, needles and question."""
+        """The length from which on every example of the task has room for instruction, needles and question.
+
+        Where the haystack is of needles, also for another line: without, there is nothing to mistake the asked one for.
+        """
         if task not in self._smallest:
             kind = TASKS[task]
             value = LONGEST[kind.value] + 1
@@ -77,15 +97,30 @@ class ExampleMaker:
                 + 2 * n_queries * extra  # the question says its keys twice
                 + kind.n_answers * (value + 1)  # a comma after each
             )
+            if kind.haystack == "needles" and kind.key == "word":
+                self._smallest[task] += len(needle) + value
+            elif kind.haystack == "needles":
+                self._smallest[task] = max(self._smallest[task], self._with_a_line(task))
         return self._smallest[task]
 
+    def _with_a_line(self, task: str) -> int:
+        """Tokens of an example and another line, as drawn: few of many need more, and `_lines` then takes a short line.
+
+        Two times the longest possible UUID would be far more than examples have.
+        """
+        kind = TASKS[task]
+        keys, values = (needles.KINDS[what](SAMPLES, i) for i, what in enumerate((kind.key, kind.value)))
+        lines = self._encode(*[_needle(kind, *pair) for pair in zip(keys, values, strict=True)])
+        tails = self._encode(*[_tail(kind, [key]) for key in keys])
+        answers = self._encode(*[needles.answer([value]) for value in values])
+        others = [*lines[1:], lines[0]]
+        sizes = [sum(map(len, parts)) for parts in zip(lines, tails, answers, others, strict=True)]
+        return len(self._head(task)) + int(np.quantile(sizes, ENOUGH, method="higher")) + 1
+
     def check(self, task: str, length: int, key: str) -> None:
-        """Raises UserError for a length below `smallest`; `key` is the option that asked for it."""
+        """Raises TooShort for a length below `smallest`; `key` is the option that asked for it."""
         if length < (least := self.smallest(task)):
-            raise UserError(
-                f"{key}={length}: {task} needs at least {least} tokens with this tokenizer "
-                "(instruction, needles, question and answer)"
-            )
+            raise TooShort(key, length, task, least)
 
     def draw(self, split: Split, task: str, length: int, number: int, depth: float | None = None) -> Drawn:
         """A pure function of its arguments and the seed. depth: of the first asked needle, the others are drawn."""
@@ -126,7 +161,11 @@ class ExampleMaker:
         else:
             lines = []
             while (left := n - sum(map(len, lines))) > 0:
-                lines += self._distractors(kind, len(lines), left // size + 8, address)
+                few = not lines and n < 2 * size  # then some to choose from
+                lines += self._distractors(kind, len(lines), 64 if few else left // size + 8, address)
+            whole = [i for i, line in enumerate(lines) if len(line) <= n]
+            if whole and len(lines[-1]) > n:  # no room for the last: another one is whole
+                lines[-1], lines[whole[-1]] = lines[whole[-1]], lines[-1]
         ends = np.cumsum([len(line) for line in lines], dtype=np.int64)
         tokens = np.concatenate([np.zeros(0, dtype=np.int64), *lines])
         spare = len(tokens) - n

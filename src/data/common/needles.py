@@ -43,7 +43,7 @@ TASKS: dict[str, Task] = {
     "multiquery": Task("text", n_keys=4, n_queries=4),
 }
 
-VERSION = 1  # of wording and draws: part of the fingerprint
+VERSION = 2  # of wording and draws: part of the fingerprint
 NOISE = "Rain falls on the roof. A clock ticks. The cat sleeps, and the day goes by."
 
 
