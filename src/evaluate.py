@@ -45,7 +45,7 @@ def _write(trained: Trained, name: str, report: Report) -> dict[str, Any]:
         "seed": trained.run.seed,
         "device": str(trained.device),
         "precision": trained.precision,
-        "options": changed(options),
+        "options": {key: value for key, value in changed(options).items() if key != "split"},
         **report.values,
     }
     file = Path(options.output) if options.output else run_dir / f"evaluation-{_label(trained, name, report)}.json"

@@ -179,7 +179,7 @@ def changed(options: EvaluateConfig) -> dict[str, Any]:
     for option in fields(options):
         default = option.default if option.default_factory is MISSING else option.default_factory()
         value = getattr(options, option.name)
-        if option.name not in ("run", "task", "split", "device", "output", "runs_dir") and value != default:
+        if option.name not in ("run", "task", "device", "output", "runs_dir") and value != default:
             found[option.name] = value
     return found
 
