@@ -275,7 +275,8 @@ def set_beyond(module: LanguageModule, beyond: Beyond | None) -> None:
 def pick_device(name: str) -> torch.device:
     """The device of that name, or the best there is; an absent one is a user's mistake."""
     if name == "auto":
-        kind = torch.accelerator.current_accelerator()
+        # Available, not only built in: PyTorch for CUDA runs on machines without a GPU too.
+        kind = torch.accelerator.current_accelerator(check_available=True)
         return kind if kind is not None and kind.type in ("cuda", "mps") else torch.device("cpu")
     try:
         device = torch.device(name)

@@ -138,4 +138,6 @@ def test_kernels_of_a_run_without_a_device_are_one_line(tmp_path, monkeypatch, c
 
 
 def test_auto_device_is_there():
-    assert pick_device("auto").type in ("cpu", "cuda", "mps")
+    device = pick_device("auto")
+    assert device.type in ("cpu", "cuda", "mps")
+    torch.zeros(1, device=device)  # with PyTorch for CUDA on a machine without a GPU it was "cuda"
