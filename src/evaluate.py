@@ -55,7 +55,7 @@ def _write(trained: Trained, name: str, report: Report) -> dict[str, Any]:
     if report.figure is not None:
         report.figure.savefig(picture, dpi=150, bbox_inches="tight")
         results["figure"] = str(picture)
-    else:
+    elif not options.output:
         picture.unlink(missing_ok=True)  # of an earlier call: it would not belong to the numbers beside it
     if not options.output:
         _to_tensorboard(trained, name, report)

@@ -11,7 +11,10 @@ import torch
 
 from src.data import DataModule
 from src.data.common.corpus import Corpus
+from src.data.niah import Niah
 from src.data.text import Text
+from src.registry import DATA, build_options
+from tests.needles import sentences
 
 WORDS = "state level gate chunk Übung token — scan\tdelta 漢字 merge, naïve (decay) 42 = e^x é🙂 mask".split(" ")  # noqa: SIM905
 
@@ -83,6 +86,34 @@ def corpus(tmp_path: Path) -> Callable[..., Documents]:
         defaults = dict(name="documents", cache_dir=str(tmp_path / "cache"), tokenizer="bytes")
         module = Documents(Corpus.Config(**(defaults | options)), seed=seed, micro_batch_size=micro)
         module.splits = {"train": list(train), "val": list(val), "test": list(test)}
+        if setup:
+            module.setup("fit")
+        return module
+
+    return make
+
+
+@pytest.fixture
+def niah(tmp_path: Path, seed: int):
+    """A prepared module on a small corpus whose splits have words of their own."""
+    rng = random.Random(seed)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for split, words in zip(("train", "val", "test"), ("apple tree", "stone river", "cloud rain"), strict=True):
+        for i in range(3):
+            (folder / f"{split}{i}.txt").write_text(sentences(rng, 4000, words))
+
+    def make(seed: int = 0, setup: bool = True, **options) -> Niah:
+        paths = dict(
+            zip(
+                ("path", "val_path", "test_path"),
+                ([f"{folder}/{s}*.txt"] for s in ("train", "val", "test")),
+                strict=True,
+            )
+        )
+        defaults = dict(haystack="text", haystack_options=paths, tokenizer="bytes", cache_dir=str(tmp_path / "cache"))
+        cls = DATA.get("niah")
+        module = cls(build_options(cls, {"vocab_size": 600, "seq_len": 1024} | defaults | options, "data"), seed=seed)
         if setup:
             module.setup("fit")
         return module

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from src.config import run_cli
-from src.data.common.needles import contained
 from src.errors import UserError
 from src.evaluate import evaluate, main
 from src.evaluation import EvaluateConfig, open_run
@@ -182,10 +181,6 @@ def test_a_trained_length_too_short_for_a_task_is_an_error(tmp_path):
     run_dir = run(tmp_path, "run.name=text", "trainer.max_steps=1")
     with pytest.raises(UserError, match=r"^trained length 16: multiquery needs at least \d+ .*, not 16: leave out"):
         _measured(run_dir)
-
-
-def test_contained():
-    assert contained("It is ABC and 12.", ["abc", "13"]) == 0.5
 
 
 @pytest.mark.parametrize(
