@@ -83,7 +83,7 @@ class TrainerConfig:
     strategy: str = "auto"
     """Lightning's strategy by name; auto: one device, or DDP over several."""
     compile: bool = False
-    """Compile every block with torch.compile: faster steps after about a minute."""
+    """Compile every block and the loss with torch.compile: faster steps after about a minute."""
     progress: bool | None = None
     """Show a progress bar; null: only in a terminal."""
     sample_tokens: int = 64

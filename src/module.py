@@ -63,6 +63,7 @@ class LanguageModule(LightningModule):
         """Of rows that continue each other from step to step (data.carry_state)."""
         self.loaded_step = 0
         """Optimizer steps of the checkpoint that this was loaded from."""
+        self.head_loss = head_loss
 
     def configure_model(self) -> None:
         if self.model is not None:  # Lightning calls this again for every fit, validate and test
@@ -82,8 +83,8 @@ class LanguageModule(LightningModule):
         places = None if n == labelled.numel() else labelled.nonzero().flatten()
         return {**batch, "n_tokens": n, "labelled": places}
 
-    def labelled_logits(self, batch: dict[str, Any], micro_batch: int = 0) -> tuple[Tensor, Tensor]:
-        """Logits `[N, vocab_size]` and labels `[N]` of the N labelled places only, in row-major order."""
+    def labelled_hidden(self, batch: dict[str, Any], micro_batch: int = 0) -> tuple[Tensor, Tensor]:
+        """Hidden states `[N, D]` and labels `[N]` of the N labelled places only, in row-major order."""
         if "carry" in batch:
             hidden = self.carried.hidden(self.model, batch, micro_batch).flatten(0, 1)
         else:
@@ -91,12 +92,11 @@ class LanguageModule(LightningModule):
         labels = batch["labels"].flatten()
         if batch["labelled"] is not None:
             hidden, labels = hidden[batch["labelled"]], labels[batch["labelled"]]
-        return self.model.head(hidden), labels
+        return hidden, labels
 
     def nll_sum(self, batch: dict[str, Any], micro_batch: int = 0) -> Tensor:
         """Summed negative log-likelihood of the labelled tokens, in nats."""
-        logits, labels = self.labelled_logits(batch, micro_batch)
-        return F.cross_entropy(logits.float(), labels, reduction="sum")
+        return self.head_loss(self.model, *self.labelled_hidden(batch, micro_batch))
 
     # ---- training
 
@@ -104,6 +104,8 @@ class LanguageModule(LightningModule):
         if self.hparams["config"]["trainer"]["compile"]:  # here: evaluation and generation do not wait for it
             for block in self.model.blocks:
                 block.compile()  # in place: parameter names stay as they are
+            # The number of labels differs from step to step.
+            self.head_loss = torch.compile(head_loss, dynamic=True)
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.window = torch.zeros(2, dtype=dtype, device=self.device)  # Σ NLL, Σ tokens since the last step
         self.carried.to(self.device)
@@ -174,7 +176,8 @@ class LanguageModule(LightningModule):
         self.exact = ExactMatch(self.device)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        logits, labels = self.labelled_logits(batch)
+        hidden, labels = self.labelled_hidden(batch)
+        logits = self.model.head(hidden)
         nll = F.cross_entropy(logits.float(), labels, reduction="sum")
         self.totals.update(nll, batch["n_tokens"], batch["n_bytes"], batch["n_words"])
         if batch["n_pairs"] is not None:
@@ -243,6 +246,14 @@ class LanguageModule(LightningModule):
         for counts in (progress["total"], progress["current"]):
             unfinished = counts["ready"] - counts["completed"]  # 1: saved before the hook's batch was counted
             counts.update(ready=batches, started=batches, processed=batches, completed=batches - unfinished)
+
+
+def head_loss(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Summed negative log-likelihood, in nats, of labels `[N]` after `hidden [N, D]`.
+
+    Compiled, it writes no logits in fp32: of a large vocabulary they take more memory and time than the blocks.
+    """
+    return F.cross_entropy(model.head(hidden).float(), labels, reduction="sum")
 
 
 def build_model(config: dict, vocab_size: int, max_seq_len: int) -> LanguageModel:

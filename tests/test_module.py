@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from src.config import asdict, compose
 from src.data import IGNORE
 from src.model import Block
-from src.module import LanguageModule, build_model, load_module
+from src.module import LanguageModule, build_model, head_loss, load_module
 from src.optim import lr_at
 
 VOCAB, LENGTH = 32, 8
@@ -218,8 +218,10 @@ def test_only_training_compiles_and_parameter_names_stay(tmp_path, monkeypatch, 
     module, trainer = new_module("trainer.compile=true"), trainer_of()
     trainer.validate(module, datamodule=Batches([], [batch(1)]), verbose=False)
     assert not compiled
+    assert module.head_loss is head_loss
     trainer.fit(module, datamodule=Batches([batch(1)]))
     assert compiled == list(module.model.blocks)
+    assert module.head_loss is not head_loss
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     load_module(tmp_path / "a.ckpt")
     assert len(compiled) == 1

@@ -18,7 +18,8 @@ Depths are drawn without replacement from 40 points; a needle stands at the next
 a short example can be far off (`Example.depth`).
 
 A training row is `seq_len` tokens: seq_len // length examples one after the other, the last takes the rest, so
-nothing is padded. Row i has length `lengths[i mod their number]`; tasks take turns.
+nothing is padded. Row i has length `lengths[i mod their number]`; tasks take turns. Before these come `short_rows` rows
+of the least length: most examples to a row, so that looking up is learnt soonest.
 """
 
 import hashlib
@@ -55,6 +56,8 @@ class Niah(DataModule):
         """Needle tasks, which take turns."""
         lengths: list[int] = field(default_factory=list)
         """Tokens of a training example, row by row in turn; empty: data.seq_len."""
+        short_rows: int = 0
+        """Training rows of the least of these lengths that come before all others."""
         val_lengths: list[int] = field(default_factory=list)
         """Tokens of a validation example; empty: those of training."""
         test_lengths: list[int] = field(default_factory=list)
@@ -94,6 +97,8 @@ class Niah(DataModule):
             for number in value if isinstance(value, list) else [value]:
                 if number < 1:
                     raise UserError(f"data.{key}={number}: must be at least 1")
+        if config.short_rows < 0:
+            raise UserError(f"data.short_rows={config.short_rows}: must be at least 0")
         if max(train) > config.seq_len:
             raise UserError(f"data.lengths={max(train)}: longer than a row of data.seq_len={config.seq_len}")
         self.corpus = _corpus(config, seed)
@@ -122,7 +127,8 @@ class Niah(DataModule):
         self._check_lengths(maker)
         self.tokenizer, self.vocab_size, self._maker = corpus.tokenizer, corpus.vocab_size, maker
         facts = [corpus.fingerprint, self.tokenizer.fingerprint, needles.VERSION, self.seed, self.lengths]
-        facts += [getattr(config, key) for key in ("seq_len", "tasks", "loss", "val_examples", "test_examples")]
+        options = ("seq_len", "tasks", "loss", "short_rows", "val_examples", "test_examples")
+        facts += [getattr(config, key) for key in options]
         self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def setup(self, stage: str | None = None) -> None:
@@ -161,14 +167,19 @@ class Niah(DataModule):
     def train_examples(self, row: int) -> list[tuple[str, int, int]]:
         """(task, length, number) of the examples of a training row, whose lengths add up to `seq_len`."""
         lengths, tasks, seq_len = self.lengths["train"], self.config.tasks, self.config.seq_len
-        turn, place = divmod(row, len(lengths))
-        length = lengths[place]
+        short = self.config.short_rows
+        if row < short:
+            turn, place, length = row, len(lengths), min(lengths)
+        else:
+            turn, place = divmod(row - short, len(lengths))
+            length = lengths[place]
+        places = len(lengths) + (short > 0)
         n = seq_len // length
         examples = []
         for i in range(turn * n, turn * n + n):
             number, task = divmod(i, len(tasks))
             # The place keeps examples apart where a length is listed twice.
-            examples.append((tasks[task], length, number * len(lengths) + place))
+            examples.append((tasks[task], length, number * places + place))
         task, _, number = examples[-1]
         examples[-1] = (task, length + seq_len % length, number)
         return examples

@@ -2,7 +2,7 @@
 
 from src.layers.decay import init_decay
 from src.layers.level_scales import Beyond, LevelScales
-from src.layers.linear import Embedding, Linear, initialise
+from src.layers.linear import Embedding, Linear, initialise, padded_linear
 from src.layers.mlp import SwiGLU
 from src.layers.norm import GatedRMSNorm, RMSNorm, l2_normalise, upcast
 from src.layers.rope import apply_rope, token_positions
@@ -21,6 +21,7 @@ __all__ = [
     "init_decay",
     "initialise",
     "l2_normalise",
+    "padded_linear",
     "token_positions",
     "upcast",
 ]

@@ -1,7 +1,8 @@
 """The linear layer, the embedding, and the one way parameters are initialised."""
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from src.ops import costs
 
@@ -27,6 +28,16 @@ class Linear(nn.Linear):
 
     def flops_per_token(self) -> float:
         return costs.linear(self.in_features, self.out_features)
+
+
+def padded_linear(x: Tensor, weight: Tensor, multiple: int) -> Tensor:
+    """`x Wᵀ` of `x [..., D]` and `weight [V, D]`, multiplied with zero rows up to a multiple of so many, then cut.
+
+    For a vocabulary like GPT-2's 50,257 entries: cuBLAS has its fast kernels only for matrices whose rows begin at
+    multiples of 16 bytes, and an odd number of logits takes the ones made for a chip of 2018.
+    """
+    V = weight.shape[0]
+    return F.linear(x, F.pad(weight, (0, 0, 0, -V % multiple)))[..., :V]
 
 
 class Embedding(nn.Embedding):

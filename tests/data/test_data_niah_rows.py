@@ -67,6 +67,17 @@ def test_training_shows_every_task_at_every_length_and_nothing_twice(niah):
     assert kinds == {(t, n): (80 if n == 512 else 10) for t in module.config.tasks for n in (512, 2048)}
 
 
+def test_short_rows_come_first_and_are_not_shown_again(niah):
+    module = niah(seq_len=2048, lengths=[2048, 512, 512], tasks=["single_1", "multiquery"], short_rows=30)
+    rows = [module.train_examples(row) for row in range(120)]
+    assert all({length for _, length, _ in row} == {512} for row in rows[:30])
+    later = Counter(length for row in rows[30:] for _, length, _ in row)
+    assert later == {2048: 30, 512: 240}
+    assert set(Counter(example for row in rows for example in row).values()) == {1}
+    plain = niah(seq_len=2048, lengths=[2048, 512, 512], tasks=["single_1", "multiquery"])
+    assert [{length for _, length, _ in plain.train_examples(row)} for row in range(3)] == [{2048}, {512}, {512}]
+
+
 @pytest.mark.parametrize("loss", ["answer", "all"])
 def test_evaluation_batches_are_of_one_task_and_length(niah, loss):
     module = niah(seq_len=1024, loss=loss, val_lengths=[512, 4096], val_examples=5, test_lengths=[700], test_examples=2,
@@ -117,7 +128,8 @@ def test_the_fingerprint_covers_haystack_tokenizer_and_options(niah, tmp_path):
     (tmp_path / "other.txt").write_text("Another text. " * 2000)
     variants = [
         {}, {"seed": 1}, {"loss": "all"}, {"tasks": ["single_1"]}, {"lengths": [512]}, {"val_lengths": [999]},
-        {"test_examples": 3}, {"tokenizer": "bpe"}, {"haystack_options": {"path": str(tmp_path / "other.txt")}},
+        {"test_examples": 3}, {"short_rows": 4}, {"tokenizer": "bpe"},
+        {"haystack_options": {"path": str(tmp_path / "other.txt")}},
     ]  # fmt: skip
     prints = [niah(**options).fingerprint for options in variants]
     assert len(set(prints)) == len(variants)
@@ -197,6 +209,7 @@ def test_an_impossible_length_is_an_error_at_once(niah, monkeypatch):
         ({"tasks": []}, r"data.tasks=\[\]: name at least one of single_1, "),
         ({"lengths": [2048]}, "data.lengths=2048: longer than a row of data.seq_len=1024"),
         ({"lengths": [1024, 200], "tasks": ["single_1", "multikey_3"]}, "data.lengths=200: multikey_3 needs at least"),
+        ({"short_rows": -1}, "data.short_rows=-1: must be at least 0"),
         ({"val_lengths": [20], "tasks": ["single_2"]}, "data.val_lengths=20: single_2 needs at least"),
         ({"test_lengths": [0]}, "data.test_lengths=0: must be at least 1"),
         ({"val_examples": 0}, "data.val_examples=0: must be at least 1"),
