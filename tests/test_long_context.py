@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from src.data.common.tokenizer import ByteTokenizer, train_bpe
 from src.evaluate import evaluate
 from src.evaluation import EvaluateConfig
 from tests.training import run
-from tools import long_context
+from tools import long_context, long_context_views
 
 MIXERS = ("loglinear_gdn", "gated_deltanet")
 SEEDS = (1, 7)
@@ -63,10 +64,22 @@ def put(folder: Path, *results: dict) -> Path:
 
 
 def columns(out: str) -> dict[str, dict[str, str]]:
-    """The Markdown table: mixer -> column -> cell."""
-    head, rule, *lines = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")]
-    assert set("".join(rule)) <= set("-| ")
-    return {line[0].strip("`"): dict(zip(head, line, strict=True)) for line in lines}
+    """The Markdown tables of perplexity and needles: mixer -> column -> cell."""
+    shown = defaultdict(dict)
+    for head, lines in markdown(out):
+        for line in lines if "log-linear minus linear" not in head[0] else []:
+            shown[line[0].strip("`")] |= dict(zip(head, line, strict=True))
+    return dict(shown)
+
+
+def markdown(out: str) -> list[tuple[list[str], list[list[str]]]]:
+    """Head and lines of every table."""
+    found = []
+    for part in out.split("\n\n"):
+        head, rule, *lines = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("|")]
+        assert set("".join(rule)) <= set("-| ")
+        found.append((head, lines))
+    return found
 
 
 def spread(values: list[float], form: str) -> str:
@@ -111,7 +124,7 @@ def test_table_csv_and_figure(call, tmp_path, seed):
 
 def test_figure_has_the_mean_and_the_range(tmp_path, seed):
     made = [perplexity("mamba2", s) for s in SEEDS]
-    [axes] = long_context.draw(made).axes
+    [axes] = long_context_views.draw(made).axes
     curve = next(line for line in axes.lines if line.get_label() == "mamba2")
     values = np.array([[row["perplexity"] for row in found["lengths"]] for found in made])
     assert np.allclose(curve.get_xydata(), np.stack([[1024, 4096], values.mean(0)], 1))
@@ -142,8 +155,30 @@ def test_a_mixer_without_some_task_has_gaps(call, tmp_path, seed):
     status, out, _ = call(*folders, "--figure", tmp_path / "a.png")
     assert status == 0
     shown = columns(out)
-    assert shown["softmax"]["perplexity at 1K"] == shown["mamba2"]["single_1 at 512"] == "–"
+    assert shown["softmax"]["perplexity at 1K"] == "–"
+    assert "single_1 at 512" not in shown["mamba2"]
     assert shown["softmax"]["single_1 at 512"].endswith("%")
+
+
+def test_gains_are_between_runs_of_one_seed(call, tmp_path, seed):
+    """Seed 1 of the linear mixer is missing: only seed 7 is compared, at every length and position."""
+    made = {
+        (mixer, s): [perplexity(mixer, s), positions(mixer, s)]
+        for mixer, s in (("loglinear_gdn", 1), ("loglinear_gdn", 7), ("gated_deltanet", 7), ("loglinear_mamba2", 7))
+    }
+    status, out, _ = call(*(put(tmp_path / f"{m}-{s}", *results) for (m, s), results in made.items()))
+    assert status == 0
+    head, lines = markdown(out)[-1]
+    own, linear = (made[mixer, 7] for mixer in MIXERS)
+    losses = [f"{a['loss'] - b['loss']:+.4f}" for a, b in zip(own[0]["lengths"], linear[0]["lengths"], strict=True)]
+    assert head[1:] == ["seed", "at 1K", "at 4K"]
+    assert lines == [["`loglinear_gdn` − `gated_deltanet`", "7", *losses]]
+
+    figure = long_context_views.draw([result for results in made.values() for result in results])
+    [axes] = [axes for axes in figure.axes if "log-linear minus linear" in axes.get_ylabel()]
+    [curve] = [line for line in axes.lines if line.get_label() == "loglinear_gdn"]
+    expected = [a["loss"] - b["loss"] for a, b in zip(own[1]["positions"], linear[1]["positions"], strict=True)]
+    assert np.allclose(curve.get_ydata(), expected)
 
 
 @pytest.mark.parametrize(

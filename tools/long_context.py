@@ -11,26 +11,19 @@ import csv
 import json
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from matplotlib.figure import Figure
 
 from src.data.common.tokenizer import load_tokenizer
 from src.errors import UserError
 from src.evaluation.figures import tokens_label
 from src.options import one_line, show
+from tools.long_context_views import draw, points, tables
 
-ORDER = ("softmax", "mamba2", "loglinear_mamba2", "gated_deltanet", "loglinear_gdn")
-COLOURS = dict(zip(ORDER, ("black", "tab:orange", "tab:red", "tab:cyan", "tab:blue"), strict=True))
 TASKS = ("perplexity", "positions", "niah")
 FIGURES = (".png", ".pdf", ".svg", ".jpg")
-# (mixer, task, what) -> x -> the value of every seed
-Values = dict[tuple[str, str, str], dict[float, list[float]]]
 
 
 def main() -> int:
@@ -48,7 +41,7 @@ def main() -> int:
                 check_output(option, file)
         if differing := differences(found):
             sys.stderr.write(f"warning: not the same for all runs: {'; '.join(differing)}\n")
-        print(table(found))
+        print(tables(found))
         if options.csv:
             write_csv(found, options.csv)
         if options.figure:
@@ -179,131 +172,11 @@ def _not_comparable(task: str, a: dict, b: dict, what: str, of_a: object, of_b: 
     return UserError(f"task={task}: {what} must be the same to compare, but is {values}")
 
 
-def points(found: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, float, int, float]]:
-    """(mixer, task, what, x, seed, value) of everything that is drawn or listed.
-
-    What a run has not is left out (words and bytes are counted of text only); null in a file was not finite: NaN.
-    """
-    for result in found:
-        mixer, task, seed = result["mixer"], result["task"], result["seed"]
-        if task == "perplexity":
-            for row in result["lengths"]:
-                for what in ("perplexity", "word_perplexity", "bits_per_byte", "loss"):
-                    if what in row:
-                        yield mixer, task, what, row["length"], seed, _number(row[what])
-        elif task == "positions":
-            for row in result["positions"]:
-                yield mixer, task, "loss", (max(row["begin"], 1) * row["end"]) ** 0.5, seed, _number(row["loss"])
-        elif task == "niah":
-            cells = defaultdict(list)
-            for row in result["cells"]:
-                for what in ("found", "exact"):
-                    cells[f"{what}/{row['task']}", row["length"]].append(row[what])
-            for (what, length), values in cells.items():
-                yield mixer, task, what, length, seed, float(np.mean(values))
-
-
-def gather(found: list[dict[str, Any]]) -> Values:
-    values: Values = defaultdict(lambda: defaultdict(list))
-    for mixer, task, what, x, _, value in points(found):
-        values[mixer, task, what][x].append(value)
-    return values
-
-
-def table(found: list[dict[str, Any]]) -> str:
-    """A line a mixer, as Markdown: perplexity and needles by length, bits per byte at the first common length."""
-    values = gather(found)
-    lengths = sorted({x for (_, task, _), by in values.items() if task == "perplexity" for x in by})
-    texts = common_lengths(found, "bits_per_byte")
-    needles = sorted({what for _, task, what in values if task == "niah" and what.startswith("found/")})
-    depths = sorted({x for (_, task, _), by in values.items() if task == "niah" for x in by})
-    head = ["mixer", "seeds", "parameters", "state, bytes"]
-    head += [f"perplexity at {tokens_label(n)}" for n in lengths]
-    head += [f"bits per byte at {tokens_label(n)}" for n in texts[:1]]
-    head += [f"{what.partition('/')[2]} at {tokens_label(n)}" for what in needles for n in depths]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
-    for mixer in _mixers(found):
-        own = [result for result in found if result["mixer"] == mixer]
-        seeds = sorted({result["seed"] for result in own})
-        cells = [f"`{mixer}`", ", ".join(map(str, seeds)) + (" (one)" if len(seeds) == 1 else "")]
-        # A mixer's runs for another task may have another vocabulary.
-        for key in ("parameters", "state_bytes"):
-            cells.append(" / ".join(f"{n:,}" for n in sorted({result.get(key, 0) for result in own})))
-        cells += [_spread(values[mixer, "perplexity", "perplexity"].get(n, []), ".2f") for n in lengths]
-        cells += [_spread(values[mixer, "perplexity", "bits_per_byte"].get(n, []), ".4f") for n in texts[:1]]
-        cells += [_spread(values[mixer, "niah", what].get(n, []), ".0%") for what in needles for n in depths]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def common_lengths(found: list[dict[str, Any]], what: str) -> list[int]:
-    """The row lengths at which every run's perplexity evaluation has that number."""
-    runs = [result["lengths"] for result in found if result["task"] == "perplexity"]
-    lengths = [{row["length"] for row in rows if what in row} for rows in runs]
-    return sorted(set.intersection(*lengths)) if lengths else []
-
-
-def draw(found: list[dict[str, Any]]) -> Figure:
-    """Loss by position, loss by row length, and needles by length, whichever there are; bands from seed to seed."""
-    values = gather(found)
-    panels = [("positions", "loss", "position, tokens", "loss, nats a token")]
-    panels += [("perplexity", "perplexity", "tokens a row", "perplexity")]
-    tasks = sorted({what for _, task, what in values if task == "niah" and what.startswith("found/")})
-    panels += [("niah", what, "length, tokens", f"needles found, {what.partition('/')[2]}") for what in tasks]
-    panels = [p for p in panels if any((m, *p[:2]) in values for m in _mixers(found))]
-    figure = Figure(figsize=(5.2 * len(panels), 4))
-    for axes, (task, what, x, y) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
-        for mixer in _mixers(found):
-            by = values.get((mixer, task, what))
-            if not by:
-                continue
-            places = sorted(by)
-            low, mean, high = ([f(by[p]) for p in places] for f in (min, np.mean, max))
-            colour = COLOURS.get(mixer)
-            axes.plot(
-                places, mean, label=mixer, color=colour, marker=None if task == "positions" else "o", markersize=4
-            )
-            axes.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
-        for trained in {result["trained_length"] for result in found if result["task"] == task}:
-            axes.axvline(trained, color="grey", linestyle="--", linewidth=1)
-        axes.set(xlabel=x, ylabel=y)
-        if task == "niah":
-            axes.set_ylim(-0.03, 1.03)
-        axes.grid(alpha=0.3)
-    handles = {
-        label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.axes[-1].legend(handles.values(), handles, fontsize=8)  # a mixer may be in some panels only
-    figure.suptitle("dashed: the trained length", fontsize=9)
-    return figure
-
-
 def write_csv(found: list[dict[str, Any]], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["mixer", "task", "what", "x", "seed", "value"])
         writer.writerows(sorted(points(found)))
-
-
-def _mixers(found: list[dict[str, Any]]) -> list[str]:
-    names = {result["mixer"] for result in found}
-    return [*(name for name in ORDER if name in names), *sorted(names - set(ORDER))]
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
-def _spread(values: list[float], form: str) -> str:
-    """The mean, and from the smallest to the largest of several seeds."""
-    if not values:
-        return "–"
-    if not np.isfinite(values).all():
-        return "not finite"
-    mean = format(float(np.mean(values)), form)
-    return mean if len(values) == 1 else f"{mean} ({min(values):{form}}–{max(values):{form}})"
 
 
 if __name__ == "__main__":

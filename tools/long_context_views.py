@@ -1,0 +1,206 @@
+"""What `tools.long_context` shows of evaluations: tables as Markdown, and a figure."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from src.evaluation.figures import tokens_label
+
+ORDER = ("softmax", "mamba2", "loglinear_mamba2", "gated_deltanet", "loglinear_gdn")
+COLOURS = dict(zip(ORDER, ("black", "tab:orange", "tab:red", "tab:cyan", "tab:blue"), strict=True))
+LINEAR = {"loglinear_mamba2": "mamba2", "loglinear_gdn": "gated_deltanet"}
+"""The mixer that each log-linear one is without its levels."""
+COLUMNS = 3  # of panels
+
+Results = list[dict[str, Any]]
+# (mixer, task, what) -> x -> seed -> value
+Values = dict[tuple[str, str, str], dict[float, dict[int, float]]]
+
+
+def points(found: Results) -> Iterator[tuple[str, str, str, float, int, float]]:
+    """(mixer, task, what, x, seed, value) of everything that is drawn or listed.
+
+    What a run has not is left out (words and bytes are counted of text only); null in a file was not finite: NaN.
+    """
+    for result in found:
+        mixer, task, seed = result["mixer"], result["task"], result["seed"]
+        if task == "perplexity":
+            for row in result["lengths"]:
+                for what in ("perplexity", "word_perplexity", "bits_per_byte", "loss"):
+                    if what in row:
+                        yield mixer, task, what, row["length"], seed, _number(row[what])
+        elif task == "positions":
+            for row in result["positions"]:
+                yield mixer, task, "loss", (max(row["begin"], 1) * row["end"]) ** 0.5, seed, _number(row["loss"])
+        elif task == "niah":
+            cells = defaultdict(list)
+            for row in result["cells"]:
+                for what in ("found", "exact"):
+                    cells[f"{what}/{row['task']}", row["length"]].append(row[what])
+            for (what, length), values in cells.items():
+                yield mixer, task, what, length, seed, float(np.mean(values))
+
+
+def gather(found: Results) -> Values:
+    values: Values = defaultdict(lambda: defaultdict(dict))
+    for mixer, task, what, x, seed, value in points(found):
+        values[mixer, task, what][x][seed] = value
+    return values
+
+
+def gain(values: Values, mixer: str, task: str) -> dict[float, dict[int, float]]:
+    """The loss of a log-linear mixer minus its linear one's, x -> seed -> nats a token, of the seeds that both have."""
+    own, linear = (values.get((name, task, "loss"), {}) for name in (mixer, LINEAR.get(mixer, "")))
+    differences = {x: {s: v - linear[x][s] for s, v in own[x].items() if s in linear[x]} for x in own if x in linear}
+    return {x: by for x, by in differences.items() if by}
+
+
+# ---- tables
+
+
+def tables(found: Results) -> str:
+    """Perplexity by length; needles; and what levels gained over the linear mixer, seed by seed."""
+    values = gather(found)
+    parts = [_losses(found, values), _needles(found, values), _gains(values)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _losses(found: Results, values: Values) -> str:
+    """Every mixer, with its sizes; bits per byte at the first length that all have."""
+    lengths = _places(values, "perplexity")
+    texts = common_lengths(found, "bits_per_byte")
+    head = ["mixer", "seeds", "parameters", "state, bytes"]
+    head += [f"perplexity at {tokens_label(n)}" for n in lengths]
+    head += [f"bits per byte at {tokens_label(n)}" for n in texts[:1]]
+    rows = []
+    for mixer in mixers(found):
+        own = [result for result in found if result["mixer"] == mixer]
+        seeds = sorted({result["seed"] for result in own})
+        cells = [f"`{mixer}`", ", ".join(map(str, seeds)) + (" (one)" if len(seeds) == 1 else "")]
+        # A mixer's runs for another task may have another vocabulary.
+        for key in ("parameters", "state_bytes"):
+            cells.append(" / ".join(f"{n:,}" for n in sorted({result.get(key, 0) for result in own})))
+        cells += [spread(values, mixer, "perplexity", "perplexity", n, ".2f") for n in lengths]
+        cells += [spread(values, mixer, "perplexity", "bits_per_byte", n, ".4f") for n in texts[:1]]
+        rows.append(cells)
+    return markdown(head, rows)
+
+
+def _needles(found: Results, values: Values) -> str:
+    tasks, lengths = needle_tasks(values), _places(values, "niah")
+    head = ["needles found", *(f"{task} at {tokens_label(n)}" for task in tasks for n in lengths)]
+    rows = [
+        [f"`{m}`", *(spread(values, m, "niah", f"found/{task}", n, ".0%") for task in tasks for n in lengths)]
+        for m in mixers(found)
+        if any(result["mixer"] == m and result["task"] == "niah" for result in found)
+    ]
+    return markdown(head, rows)
+
+
+def _gains(values: Values) -> str:
+    rows = {m: gain(values, m, "perplexity") for m in LINEAR}
+    lengths = sorted({x for by in rows.values() for x in by})
+    head = ["loss, nats a token: log-linear minus linear", "seed", *(f"at {tokens_label(n)}" for n in lengths)]
+    lines = []
+    for mixer, by in rows.items():
+        for seed in sorted({s for at in by.values() for s in at}):
+            numbers = [f"{by[n][seed]:+.4f}" if seed in by.get(n, {}) else "–" for n in lengths]
+            lines.append([f"`{mixer}` − `{LINEAR[mixer]}`", str(seed), *numbers])
+    return markdown(head, lines)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, or nothing where it has no rows."""
+    lines = [" | ".join(head), " | ".join(["---"] * len(head)), *map(" | ".join, rows)]
+    return "\n".join(f"| {line} |" for line in lines) if rows else ""
+
+
+def common_lengths(found: Results, what: str) -> list[int]:
+    """The row lengths at which every run's perplexity evaluation has that number."""
+    runs = [result["lengths"] for result in found if result["task"] == "perplexity"]
+    lengths = [{row["length"] for row in rows if what in row} for rows in runs]
+    return sorted(set.intersection(*lengths)) if lengths else []
+
+
+def spread(values: Values, mixer: str, task: str, what: str, x: float, form: str) -> str:
+    """The mean, and from the smallest to the largest of several seeds."""
+    numbers = list(values.get((mixer, task, what), {}).get(x, {}).values())
+    if not numbers:
+        return "–"
+    if not np.isfinite(numbers).all():
+        return "not finite"
+    mean = format(float(np.mean(numbers)), form)
+    return mean if len(numbers) == 1 else f"{mean} ({min(numbers):{form}}–{max(numbers):{form}})"
+
+
+# ---- the figure
+
+
+def draw(found: Results) -> Figure:
+    """Loss by position, what levels gain there, loss by row length and needles by length, whichever there are."""
+    values, names = gather(found), mixers(found)
+    panels = [
+        ("position, tokens", "loss, nats a token", "positions", "loss"),
+        ("position, tokens", "log-linear minus linear, nats a token", "positions", "gain"),
+        ("tokens a row", "perplexity", "perplexity", "perplexity"),
+        *(("length, tokens", f"needles found, {t}", "niah", f"found/{t}") for t in needle_tasks(values)),
+    ]
+    curves = {}
+    for panel in panels:
+        task, what = panel[2:]
+        by = {m: gain(values, m, task) if what == "gain" else values.get((m, task, what), {}) for m in names}
+        if shown := {mixer: curve for mixer, curve in by.items() if curve}:
+            curves[panel] = shown
+    rows, columns = -(-len(curves) // COLUMNS), min(COLUMNS, len(curves))
+    figure = Figure(figsize=(5.2 * columns, 4 * rows), layout="constrained")
+    for place, ((x, y, task, what), shown) in enumerate(curves.items(), 1):
+        axes = figure.add_subplot(rows, columns, place)
+        for mixer, curve in shown.items():
+            _curve(axes, mixer, curve, None if task == "positions" else "o")
+        for trained in {result["trained_length"] for result in found if result["task"] == task}:
+            axes.axvline(trained, color="grey", linestyle="--", linewidth=1)
+        if what == "gain":
+            axes.axhline(0, color="grey", linewidth=1)
+        if task == "niah":
+            axes.set_ylim(-0.03, 1.03)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
+        axes.set(xlabel=x, ylabel=y)
+        axes.grid(alpha=0.3)
+    handles = {
+        label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    figure.supxlabel(
+        "line: mean over the seeds; band: from the lowest to the highest; dashed: the trained length", fontsize=9
+    )
+    return figure
+
+
+def _curve(axes: Axes, mixer: str, curve: dict[float, dict[int, float]], marker: str | None) -> None:
+    places, colour = sorted(curve), COLOURS.get(mixer)
+    low, mean, high = ([f(list(curve[x].values())) for x in places] for f in (min, np.mean, max))
+    axes.plot(places, mean, label=mixer, color=colour, marker=marker, markersize=4)
+    axes.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def needle_tasks(values: Values) -> list[str]:
+    return sorted({what.partition("/")[2] for _, task, what in values if task == "niah" and what.startswith("found/")})
+
+
+def mixers(found: Results) -> list[str]:
+    """Those of the comparison in its order, each linear one before its log-linear variant, and then all others."""
+    names = {result["mixer"] for result in found}
+    return [*(name for name in ORDER if name in names), *sorted(names - set(ORDER))]
+
+
+def _places(values: Values, task: str) -> list[float]:
+    return sorted({x for (_, own, _), by in values.items() if own == task for x in by})
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
