@@ -41,7 +41,7 @@ def _write(trained: Trained, name: str, report: Report) -> dict[str, Any]:
         "trained_length": trained.trained_length,
         "mixer": trained.run.mixer.name,
         "parameters": trained.model.num_parameters(),
-        "state_bytes": trained.model.state_bytes(trained.trained_length),
+        "peak_state_bytes": trained.model.peak_state_bytes(trained.trained_length),
         "seed": trained.run.seed,
         "device": str(trained.device),
         "precision": trained.precision,

@@ -186,6 +186,15 @@ class LanguageModel(nn.Module):
         """Live bytes of one sequence's decoding state after `seq_len` tokens, over all layers."""
         return sum(block.mixer.state_bytes(seq_len, dtype) for block in self.blocks)
 
+    def peak_state_bytes(self, seq_len: int, dtype: torch.dtype = torch.float32) -> int:
+        """The most live bytes of a sequence's decoding state at any of its first `seq_len` tokens.
+
+        A log-linear state has a matrix for each set bit of its number of chunks: after a power of two just one. Among
+        the numbers up to `seq_len`, those that end in ones, and `seq_len` itself, have the most of them.
+        """
+        ends = {((seq_len + 1) >> bit << bit) - 1 for bit in range((seq_len + 1).bit_length())} | {seq_len}
+        return max(self.state_bytes(n, dtype) for n in ends if n > 0)
+
     def num_parameters(self, *, embedding: bool = True) -> int:
         """Number of parameters, with or without the embedding and head matrices."""
         outside = () if embedding else ("embedding.", "lm_head.")

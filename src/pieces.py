@@ -15,8 +15,8 @@ from torch import Tensor
 from src.model import LanguageModel
 from src.ops.state import ModelState
 
-LOGITS = 1 << 26
-"""Logits that are in memory at once: 256 MiB in fp32."""
+LOGITS = 1 << 28
+"""Logits that are in memory at once: 1 GiB in fp32."""
 
 
 def piece_size(device: torch.device) -> int:
@@ -95,12 +95,14 @@ def token_losses(
     targets = labels.reshape(-1)
     for piece, hidden in hidden_pieces(model, input_ids.reshape(1, -1), starts, size):
         places = (targets[piece.begin : piece.end] >= 0).nonzero().flatten()
-        for part in places.split(max(1, LOGITS // model.vocab_size)):
-            here = hidden[0].index_select(0, part.to(hidden.device))
-            logits = model.head(here).float()
-            label = targets[piece.begin + part].to(hidden.device)
-            nll[piece.begin + part] = F.cross_entropy(logits, label, reduction="none").cpu()
-            right[piece.begin + part] = (logits.argmax(-1) == label).cpu()
+        here, label = (x.to(hidden.device) for x in (places, targets[piece.begin + places]))
+        losses, hits = [], []  # fetched once a piece: to fetch is to wait for the device
+        for part, wanted in zip(*(x.split(max(1, LOGITS // model.vocab_size)) for x in (here, label)), strict=True):
+            logits = model.head(hidden[0].index_select(0, part)).float()
+            losses.append(F.cross_entropy(logits, wanted, reduction="none"))
+            hits.append(logits.argmax(-1) == wanted)
+        nll[piece.begin + places] = torch.cat(losses).cpu()
+        right[piece.begin + places] = torch.cat(hits).cpu()
     return nll.view(B, T), right.view(B, T)
 
 

@@ -213,7 +213,7 @@ def describe(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModul
     say(
         f"model: {cfg.mixer.name}, {model.num_parameters():,} parameters"
         f" ({model.num_parameters(embedding=False):,} without embeddings),"
-        f" {model.state_bytes(seq_len):,} bytes of state after {seq_len:,} tokens"
+        f" at most {model.peak_state_bytes(seq_len):,} bytes of state within {seq_len:,} tokens"
     )
 
 

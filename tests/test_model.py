@@ -1,6 +1,7 @@
 """The language model around the mixers."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -111,6 +112,16 @@ def test_mlp_width_and_absence() -> None:
     without = build(mlp_ratio=0.0)
     assert without.blocks[0].mlp is None
     assert without(torch.randint(50, (1, 5))).shape == (1, 5, 50)
+
+
+@pytest.mark.parametrize("name", MIXERS.names())
+def test_peak_state_is_the_largest_on_the_way(name: str) -> None:
+    model, largest, sizes = build(name), 0, []
+    for n in range(1, 1500):
+        largest = max(largest, model.state_bytes(n))
+        sizes.append((n, largest))
+    for n, expected in [*random.sample(sizes, 40), *sizes[:3], *((2**i, sizes[2**i - 1][1]) for i in range(6, 11))]:
+        assert model.peak_state_bytes(n) == expected, n
 
 
 def test_model_sums_over_layers() -> None:

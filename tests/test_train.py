@@ -104,7 +104,7 @@ def test_printout(tmp_path, capsys):
     run_dir = run(tmp_path, "run.name=a", "trainer.sample_tokens=5")
     out = capsys.readouterr().out
     for text in (
-        "parameters", "bytes of state after 16 tokens", "fingerprint", "step 6/6  loss", "tokens/s",
+        "parameters", "bytes of state within 16 tokens", "fingerprint", "step 6/6  loss", "tokens/s",
         "bits per byte", "the validation loss fell by", "sample:", str(run_dir), "tensorboard --logdir",
     ):  # fmt: skip
         assert text in out, text

@@ -73,7 +73,7 @@ def _losses(found: Results, values: Values) -> str:
     """Every mixer, with its sizes; bits per byte at the first length that all have."""
     lengths = _places(values, "perplexity")
     texts = common_lengths(found, "bits_per_byte")
-    head = ["mixer", "seeds", "parameters", "state, bytes"]
+    head = ["mixer", "seeds", "parameters", "state, bytes at most"]
     head += [f"perplexity at {tokens_label(n)}" for n in lengths]
     head += [f"bits per byte at {tokens_label(n)}" for n in texts[:1]]
     rows = []
@@ -82,7 +82,7 @@ def _losses(found: Results, values: Values) -> str:
         seeds = sorted({result["seed"] for result in own})
         cells = [f"`{mixer}`", ", ".join(map(str, seeds)) + (" (one)" if len(seeds) == 1 else "")]
         # A mixer's runs for another task may have another vocabulary.
-        for key in ("parameters", "state_bytes"):
+        for key in ("parameters", "peak_state_bytes"):
             cells.append(" / ".join(f"{n:,}" for n in sorted({result.get(key, 0) for result in own})))
         cells += [spread(values, mixer, "perplexity", "perplexity", n, ".2f") for n in lengths]
         cells += [spread(values, mixer, "perplexity", "bits_per_byte", n, ".4f") for n in texts[:1]]

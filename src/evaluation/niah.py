@@ -50,8 +50,11 @@ def evaluate(trained: Trained) -> Report:
     haystack = data.haystack_tokens(options.split) if text else None
     cells = [(task, length, depth) for task in tasks for length in lengths for depth in depths]
     rows = []
+    examples = options.examples or EXAMPLES
     for task, length, depth in tqdm(cells, "needles", unit="cell", disable=None):
-        scored = list(cell_scores(trained, data, task, length, depth, options.examples or EXAMPLES))
+        # Other examples at every depth: a mean over depths is then one of as many needles as are counted.
+        numbers = range(first := depths.index(depth) * examples, first + examples)
+        scored = list(cell_scores(trained, data, task, length, depth, numbers))
         scores, real = zip(*scored, strict=True)
         row = {"task": task, "length": length, "depth": depth, "mean_depth": float(np.mean(real))}
         means = {name: float(np.mean([getattr(score, name) for score in scores])) for name in Score._fields}
@@ -73,13 +76,13 @@ def evaluate(trained: Trained) -> Report:
 
 
 def cell_scores(
-    trained: Trained, data: Niah, task: str, length: int, depth: float, examples: int
+    trained: Trained, data: Niah, task: str, length: int, depth: float, numbers: Sequence[int]
 ) -> Iterator[tuple[Score, float]]:
-    """The examples of one task, length and depth, as many at once as a forward pass takes: score and real depth."""
+    """Score and real depth of these examples of one task, length and depth, as many at once as a forward pass takes."""
     at_once = max(1, trained.piece // length)
-    for first in range(0, examples, at_once):
-        numbers = range(first, min(first + at_once, examples))
-        drawn = [data.example(trained.options.split, task, length, n, depth) for n in numbers]
+    for first in range(0, len(numbers), at_once):
+        some = numbers[first : first + at_once]
+        drawn = [data.example(trained.options.split, task, length, n, depth) for n in some]
         logits, state = prefill(trained.model, [example.prompt_ids for example in drawn], trained.piece)
         answers = [example.answer_ids for example in drawn]
         exact = forced(trained.model, logits, state, answers)

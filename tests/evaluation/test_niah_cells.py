@@ -87,7 +87,8 @@ def test_mean_depth_is_that_of_the_examples_and_the_table_says_where_it_is_anoth
     least = data.smallest("multikey_2")
     results = _measured(needle_run, tasks=["multikey_2", "single_1"], lengths=[least, 3000], depths=3, examples=3)
     for row in results["cells"]:
-        drawn = [data.example("val", row["task"], row["length"], n, row["depth"]).depth for n in range(3)]
+        numbers = range(first := round(row["depth"] * 2) * 3, first + 3)  # other ones at every depth
+        drawn = [data.example("val", row["task"], row["length"], n, row["depth"]).depth for n in numbers]
         assert row["mean_depth"] == pytest.approx(sum(drawn) / 3)
     far = {(r["task"], r["length"]) for r in results["cells"] if abs(r["mean_depth"] - r["depth"]) > 0.1}
     assert ("multikey_2", least) in far  # a whole line and the rest of one have no middle
@@ -151,7 +152,7 @@ def test_a_model_that_knows_the_answer_finds_every_needle(needle_run, monkeypatc
     data = _data(trained)
     drawn = [
         data.example("test", task, 512, n, depth)
-        for task in data.config.tasks for n in range(2) for depth in (0.0, 1.0)
+        for task in data.config.tasks for n, depth in ((0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0))
     ]  # fmt: skip
     answers = {tuple(example.prompt_ids): example.answer_ids for example in drawn}
     nothing = data.tokenizer.encode("nothing")
