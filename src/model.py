@@ -8,11 +8,10 @@ initialised as GPT-2, N(0, init_std²) and residual projections smaller by sqrt(
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from src.errors import UserError
-from src.layers import Embedding, Linear, RMSNorm, SwiGLU, initialise, padded_linear
+from src.layers import Embedding, Head, Linear, RMSNorm, SwiGLU, initialise, vocabulary_linear
 from src.mixers import Mixer
 from src.ops.state import ModelState, State
 from src.registry import MIXERS
@@ -117,7 +116,7 @@ class LanguageModel(nn.Module):
             )
             self.norm = RMSNorm(config.d_model, config.norm_eps)
             # A tied head has no module: one parameter under two names is split in two by `to_empty`.
-            self.lm_head = None if config.tie_embeddings else Linear(config.d_model, vocab_size)
+            self.lm_head = None if config.tie_embeddings else Head(config.d_model, vocab_size)
         for module in self.modules():
             if isinstance(module, Embedding | Linear):
                 module.init_std = config.init_std
@@ -134,11 +133,7 @@ class LanguageModel(nn.Module):
 
     def head(self, h: Tensor) -> Tensor:
         """`[..., D]` to logits `[..., vocab_size]`: for all tokens, or only for those that have a label."""
-        weight = self.embedding.weight if self.lm_head is None else self.lm_head.weight
-        # A copy of the matrix, which pays for many tokens only.
-        if h.device.type == "cuda" and self.vocab_size % 8 and h.numel() >= 256 * h.shape[-1]:
-            return padded_linear(h, weight, 64)
-        return F.linear(h, weight)
+        return vocabulary_linear(h, self.embedding.weight) if self.lm_head is None else self.lm_head(h)
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return self.head(self.hidden(input_ids, cu_seqlens))

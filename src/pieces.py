@@ -15,8 +15,8 @@ from torch import Tensor
 from src.model import LanguageModel
 from src.ops.state import ModelState
 
-LOGITS = 1 << 28
-"""Logits that are in memory at once: 1 GiB in fp32."""
+LOGITS = 1 << 26
+"""Logits that are in memory at once: 256 MiB in fp32."""
 
 
 def piece_size(device: torch.device) -> int:

@@ -134,6 +134,21 @@ def test_figure_has_the_mean_and_the_range(tmp_path, seed):
         assert np.allclose([here.min(), here.max()], [low, high])
 
 
+def test_one_far_above_does_not_flatten_the_others(seed):
+    made = [perplexity(f"mine_{i}", 1) for i in range(4)]
+    for found, numbers in zip(made, ([300.0, 310.0], [20.0, 21.0], [20.5, 21.5], [20.1, 20.2]), strict=True):
+        for row, number in zip(found["lengths"], numbers, strict=True):
+            row["perplexity"] = number
+    [axes] = long_context_views.draw(made).axes
+    low, high = axes.get_ylim()
+    assert 19 < low < 20
+    assert 21.5 < high < 23
+    assert [text.get_text() for text in axes.texts] == ["far above: mine_0: 300 to 310"]
+    assert len({line.get_color() for line in axes.lines if line.get_label().startswith("mine")}) == 4
+    [axes] = long_context_views.draw(made[1:]).axes
+    assert not axes.texts
+
+
 def test_perplexity_alone(call, tmp_path, seed):
     """One task, one mixer, one seed, and no text whose words and bytes could be counted."""
     found = perplexity("mine", 3, text=False)
@@ -175,6 +190,10 @@ def test_gains_are_between_runs_of_one_seed(call, tmp_path, seed):
     assert lines == [["`loglinear_gdn` − `gated_deltanet`", "7", *losses]]
 
     figure = long_context_views.draw([result for results in made.values() for result in results])
+    made["gated_deltanet", 7][0]["lengths"][1]["loss"] = None
+    put(tmp_path / "gated_deltanet-7", made["gated_deltanet", 7][0])
+    out = call(*(tmp_path / f"{m}-{s}" for m, s in made))[1]
+    assert markdown(out)[-1][1][0][2:] == [losses[0], "not finite"]
     [axes] = [axes for axes in figure.axes if "log-linear minus linear" in axes.get_ylabel()]
     [curve] = [line for line in axes.lines if line.get_label() == "loglinear_gdn"]
     expected = [a["loss"] - b["loss"] for a, b in zip(own[1]["positions"], linear[1]["positions"], strict=True)]
@@ -188,7 +207,14 @@ def test_gains_are_between_runs_of_one_seed(call, tmp_path, seed):
         ([("a",)], [], "no evaluation-<task>-test.json in these folders"),
         ([("a", perplexity("mamba2", 1))], ["--split", "val"], "no evaluation-<task>-val.json in these folders"),
         ([("a", result("mamba2", "mqar", 1))], [], "tasks: perplexity, positions, niah"),
-        ([("a", {"task": "perplexity", "mixer": "mamba2"})], [], "has no seed, parameters, trained_length"),
+        (
+            [("a", {"task": "perplexity", "mixer": "mamba2"})],
+            [],
+            "has no seed, parameters, peak_state_bytes, trained_length",
+        ),
+        ([("a", result("mamba2", "niah", 1))], [], "is no result of task=niah ('cells')"),
+        ([("a", result("mamba2", "niah", 1, cells=[]))], [], "has no number of task=niah; evaluate this run again"),
+        ([("a", result("mamba2", "niah", 1, cells=[{"found": None}]))], [], "is no result of task=niah ("),
         ([("a", perplexity("mamba2", 1))], ["nowhere"], "nowhere: is no folder of a run"),
         ([("a", perplexity("mamba2", 1))], ["--figure", "none/a.png"], "--figure none/a.png: there is no folder"),
         ([("a", perplexity("mamba2", 1))], ["--csv", "none/a.csv"], "--csv none/a.csv: there is no folder"),
@@ -255,6 +281,18 @@ def test_what_cannot_be_compared_is_refused(call, tmp_path, monkeypatch, seed, m
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_needles_of_another_haystack_are_refused(call, tmp_path, seed):
+    """Which examples are drawn differs with the seed, and so does the data's fingerprint."""
+    one = {**niah("mamba2", 1), "haystack_tokens": 900, "data": {"fingerprint": "abc"}}
+    two = {**niah("softmax", 2), "haystack_tokens": 900, "data": {"fingerprint": "def"}}
+    folders = put(tmp_path / "a", one), put(tmp_path / "b", two)
+    assert call(*folders)[0] == 0
+    put(folders[1], two | {"haystack_tokens": 901})
+    status, _, err = call(*folders)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "task=niah: haystack_tokens must be the same to compare, but is 900 in" in err
 
 
 def test_other_numbers_of_tokens_are_refused_where_all_were_looked_at(call, tmp_path, monkeypatch, seed):

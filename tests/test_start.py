@@ -3,6 +3,7 @@
 import pytest
 
 from src.config import Config, load, run_cli
+from src.evaluation import EvaluateConfig, open_run
 from src.train import main
 from tests.training import checkpoint, options, rows, run
 
@@ -34,6 +35,7 @@ def test_starts_where_the_other_run_ended(origin, capsys):
     assert float(untrained) == pytest.approx(float(before), rel=0.1)  # other rows of the same text
     assert float(untrained) < float(rows(first)[0]["val/loss"])
     assert checkpoint(on)["global_step"] == 4
+    assert open_run(EvaluateConfig(run=str(on), device="cpu")).trained_length == 32
 
 
 def test_same_rows_give_the_same_loss_and_a_resume_goes_on(origin):

@@ -23,6 +23,7 @@ from src.options import one_line, show
 from tools.long_context_views import draw, points, tables
 
 TASKS = ("perplexity", "positions", "niah")
+NEEDED = ("mixer", "task", "seed", "parameters", "peak_state_bytes", "trained_length")
 FIGURES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -81,11 +82,17 @@ def read(path: Path) -> dict[str, Any]:
     """Raises UserError for a file that is not one of `python -m src.evaluate`."""
     try:
         result = json.loads(path.read_text())
-        missing = [key for key in ("mixer", "task", "seed", "parameters", "trained_length") if key not in result]
+        missing = [key for key in NEEDED if key not in result]
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: cannot be read ({one_line(error)})") from error
     if missing:
         raise UserError(f"{path}: has no {', '.join(missing)}; evaluate this run again")
+    try:
+        empty = not list(points([result]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: is no result of task={result['task']} ({one_line(error)})") from error
+    if empty:
+        raise UserError(f"{path}: has no number of task={result['task']}; evaluate this run again")
     return {**result, "folder": str(path.parent)}
 
 
@@ -99,9 +106,11 @@ def check(found: list[dict[str, Any]]) -> None:
                 raise UserError(
                     f"{a['folder']} and {b['folder']} are both {a['mixer']}, but have {sizes}: no two seeds"
                 )
-        if task == "niah" or len(own) < 2:
+        if len(own) < 2:
             continue
-        for name, fact in {"data": _data, "split": _split, "tokenizer": _tokenizer}.items():
+        # The examples of needles are drawn with the run's seed, and so is their fingerprint.
+        data = {"haystack_tokens": lambda result: result.get("haystack_tokens")} if task == "niah" else {"data": _data}
+        for name, fact in {**data, "split": _split, "tokenizer": _tokenizer}.items():
             first, *others = [(result, fact(result)) for result in own]
             for other, value in others:
                 if value != first[1]:

@@ -14,11 +14,13 @@ ORDER = ("softmax", "mamba2", "loglinear_mamba2", "gated_deltanet", "loglinear_g
 COLOURS = dict(zip(ORDER, ("black", "tab:orange", "tab:red", "tab:cyan", "tab:blue"), strict=True))
 LINEAR = {"loglinear_mamba2": "mamba2", "loglinear_gdn": "gated_deltanet"}
 """The mixer that each log-linear one is without its levels."""
+OTHERS = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:grey")  # of further mixers, in turn
 COLUMNS = 3  # of panels
 
 Results = list[dict[str, Any]]
-# (mixer, task, what) -> x -> seed -> value
-Values = dict[tuple[str, str, str], dict[float, dict[int, float]]]
+# x -> seed -> value, by (mixer, task, what)
+Curve = dict[float, dict[int, float]]
+Values = dict[tuple[str, str, str], Curve]
 
 
 def points(found: Results) -> Iterator[tuple[str, str, str, float, int, float]]:
@@ -52,7 +54,7 @@ def gather(found: Results) -> Values:
     return values
 
 
-def gain(values: Values, mixer: str, task: str) -> dict[float, dict[int, float]]:
+def gain(values: Values, mixer: str, task: str) -> Curve:
     """The loss of a log-linear mixer minus its linear one's, x -> seed -> nats a token, of the seeds that both have."""
     own, linear = (values.get((name, task, "loss"), {}) for name in (mixer, LINEAR.get(mixer, "")))
     differences = {x: {s: v - linear[x][s] for s, v in own[x].items() if s in linear[x]} for x in own if x in linear}
@@ -83,7 +85,7 @@ def _losses(found: Results, values: Values) -> str:
         cells = [f"`{mixer}`", ", ".join(map(str, seeds)) + (" (one)" if len(seeds) == 1 else "")]
         # A mixer's runs for another task may have another vocabulary.
         for key in ("parameters", "peak_state_bytes"):
-            cells.append(" / ".join(f"{n:,}" for n in sorted({result.get(key, 0) for result in own})))
+            cells.append(" / ".join(f"{n:,}" for n in sorted({result[key] for result in own})))
         cells += [spread(values, mixer, "perplexity", "perplexity", n, ".2f") for n in lengths]
         cells += [spread(values, mixer, "perplexity", "bits_per_byte", n, ".4f") for n in texts[:1]]
         rows.append(cells)
@@ -108,8 +110,9 @@ def _gains(values: Values) -> str:
     lines = []
     for mixer, by in rows.items():
         for seed in sorted({s for at in by.values() for s in at}):
-            numbers = [f"{by[n][seed]:+.4f}" if seed in by.get(n, {}) else "–" for n in lengths]
-            lines.append([f"`{mixer}` − `{LINEAR[mixer]}`", str(seed), *numbers])
+            numbers = [by.get(n, {}).get(seed) for n in lengths]
+            texts = ["–" if d is None else f"{d:+.4f}" if np.isfinite(d) else "not finite" for d in numbers]
+            lines.append([f"`{mixer}` − `{LINEAR[mixer]}`", str(seed), *texts])
     return markdown(head, lines)
 
 
@@ -149,6 +152,8 @@ def draw(found: Results) -> Figure:
         ("tokens a row", "perplexity", "perplexity", "perplexity"),
         *(("length, tokens", f"needles found, {t}", "niah", f"found/{t}") for t in needle_tasks(values)),
     ]
+    others = [name for name in names if name not in COLOURS]
+    colours = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
     curves = {}
     for panel in panels:
         task, what = panel[2:]
@@ -160,13 +165,16 @@ def draw(found: Results) -> Figure:
     for place, ((x, y, task, what), shown) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(rows, columns, place)
         for mixer, curve in shown.items():
-            _curve(axes, mixer, curve, None if task == "positions" else "o")
+            _curve(axes, mixer, curve, colours[mixer], None if task == "positions" else "o")
         for trained in {result["trained_length"] for result in found if result["task"] == task}:
             axes.axvline(trained, color="grey", linestyle="--", linewidth=1)
         if what == "gain":
             axes.axhline(0, color="grey", linewidth=1)
         if task == "niah":
             axes.set_ylim(-0.03, 1.03)
+        if task == "perplexity":
+            _zoom(axes, shown)
+        axes.ticklabel_format(useOffset=False)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
         axes.set(xlabel=x, ylabel=y)
@@ -174,18 +182,39 @@ def draw(found: Results) -> Figure:
     handles = {
         label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    figure.legend(
+        handles.values(), handles, loc="outside upper center", ncols=min(len(handles), 2 * columns), frameon=False
+    )
     figure.supxlabel(
         "line: mean over the seeds; band: from the lowest to the highest; dashed: the trained length", fontsize=9
     )
     return figure
 
 
-def _curve(axes: Axes, mixer: str, curve: dict[float, dict[int, float]], marker: str | None) -> None:
-    places, colour = sorted(curve), COLOURS.get(mixer)
+def _curve(axes: Axes, mixer: str, curve: Curve, colour: str, marker: str | None) -> None:
+    places = sorted(curve)
     low, mean, high = ([f(list(curve[x].values())) for x in places] for f in (min, np.mean, max))
     axes.plot(places, mean, label=mixer, color=colour, marker=marker, markersize=4)
     axes.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def _zoom(axes: Axes, curves: dict[str, Curve]) -> None:
+    """Show what most mixers lie in, and say of one far above them what it has."""
+    ranges = {}
+    for mixer, curve in curves.items():
+        if values := [v for by in curve.values() for v in by.values() if np.isfinite(v)]:
+            ranges[mixer] = min(values), max(values)
+    if not ranges:
+        return
+    middle = np.median([high for _, high in ranges.values()])
+    near = {mixer: ends for mixer, ends in ranges.items() if ends[0] <= 1.2 * middle}
+    far = [f"{mixer}: {low:.0f} to {high:.0f}" for mixer, (low, high) in ranges.items() if mixer not in near]
+    if not far:
+        return
+    low, high = min(low for low, _ in near.values()), max(high for _, high in near.values())
+    margin = 0.15 * (high - low) or 0.05 * high
+    axes.set_ylim(low - margin, high + 2 * margin)
+    axes.text(0.98, 0.98, "far above: " + ", ".join(far), transform=axes.transAxes, ha="right", va="top", fontsize=8)
 
 
 def needle_tasks(values: Values) -> list[str]:

@@ -57,7 +57,7 @@ class Niah(DataModule):
         lengths: list[int] = field(default_factory=list)
         """Tokens of a training example, row by row in turn; empty: data.seq_len."""
         short_rows: int = 0
-        """Training rows of the least of these lengths that come before all others."""
+        """Training rows of the least of these lengths that come before all others; a step takes data.batch_size."""
         val_lengths: list[int] = field(default_factory=list)
         """Tokens of a validation example; empty: those of training."""
         test_lengths: list[int] = field(default_factory=list)
@@ -244,7 +244,8 @@ class Niah(DataModule):
         facts = super().describe() | {"tokenizer": self.config.tokenizer, "haystack": self.config.haystack}
         facts["tasks"] = ", ".join(self.config.tasks)
         for split, lengths in self.lengths.items():
-            facts[split] = f"{'/'.join(map(str, lengths))} tokens"
+            first = f"{self.config.short_rows:,} rows of {min(lengths)}, then " if self.config.short_rows else ""
+            facts[split] = f"{first if split == 'train' else ''}{'/'.join(map(str, lengths))} tokens"
             facts[f"{split}.haystack tokens"] = self.haystack_tokens(split)
         return facts
 

@@ -127,8 +127,8 @@ class Trained:
 
     @property
     def trained_length(self) -> int:
-        """Tokens of the longest training row: log-linear mixers have level scales for so many."""
-        return self.model.max_seq_len
+        """Tokens of the longest training row, of this run or of the one that it started from."""
+        return max(self.model.max_seq_len, self.run.data.seq_len)
 
     @property
     def piece(self) -> int:

@@ -4,6 +4,8 @@ from torch import nn
 
 from src.callbacks.nonfinite import NonFiniteError, first_nonfinite
 from src.carry import CarriedStates
+from src.mixers.softmax import SoftmaxAttention
+from src.model import LanguageModel, ModelConfig
 from src.module import LanguageModule
 from tests.training import checkpoint, run
 
@@ -71,9 +73,9 @@ def test_gradient(fake):
 
 def poison(monkeypatch, step: int) -> None:
     """The last norm's output becomes infinite in optimizer step `step` only."""
-    original = LanguageModule.labelled_logits
+    original = LanguageModule.labelled_hidden
 
-    def labelled_logits(self, batch, micro_batch=0):
+    def labelled_hidden(self, batch, micro_batch=0):
         batch_step = int(batch["input_ids"].sum())
         if self.training and self.trainer.global_step == step - 1 and not hasattr(self, "poisoned"):
             self.poisoned = batch_step
@@ -85,7 +87,7 @@ def poison(monkeypatch, step: int) -> None:
                 handle.remove()
         return original(self, batch, micro_batch)
 
-    monkeypatch.setattr(LanguageModule, "labelled_logits", labelled_logits)
+    monkeypatch.setattr(LanguageModule, "labelled_hidden", labelled_hidden)
 
 
 def test_run_stops_with_the_layer_and_without_a_poisoned_checkpoint(tmp_path, monkeypatch):
@@ -96,6 +98,17 @@ def test_run_stops_with_the_layer_and_without_a_poisoned_checkpoint(tmp_path, mo
     saved = checkpoint(tmp_path / "runs" / "a")
     assert saved["global_step"] == 2
     assert all(p.isfinite().all() for p in saved["state_dict"].values())
+
+
+def test_an_output_matrix_of_its_own_is_named():
+    """Huge weights, all finite: their products are not."""
+    sizes, mixer = ModelConfig(d_model=16, n_layers=1, tie_embeddings=False), SoftmaxAttention.Config(name="softmax")
+    model = LanguageModel(sizes, mixer, vocab_size=40, max_seq_len=8)
+    model.lm_head.weight.data.fill_(3e38)
+    module = Fake()
+    module.model = model
+    module.nll_sum = lambda batch: model(batch["x"]).sum()
+    assert first_nonfinite(module, {"x": torch.ones(1, 4, dtype=torch.int64)}) == "the output of lm_head (Head)"
 
 
 def test_batch_that_continues_a_state_is_run_again_with_that_state(tmp_path, monkeypatch):

@@ -136,7 +136,10 @@ def test_the_fingerprint_covers_haystack_tokenizer_and_options(niah, tmp_path):
     assert niah(batch_size=3, num_workers=1).fingerprint == prints[0]
     facts = niah(lengths=[512, 600]).describe()
     assert facts["test.haystack tokens"] > 10_000
-    assert facts["val"] == "512/600 tokens"
+    assert facts["train"] == facts["val"] == "512/600 tokens"
+    facts = niah(lengths=[600, 512], short_rows=1000).describe()
+    assert facts["train"] == "1,000 rows of 512, then 600/512 tokens"
+    assert facts["val"] == "600/512 tokens"
 
 
 def test_the_second_time_uses_the_cache(niah, monkeypatch):
