@@ -28,6 +28,31 @@ def test_commands_compose(command: str, arguments: str, tmp_path: Path, monkeypa
     compose(words, schema=SCHEMAS[command])
 
 
+SWEEP = (ROOT / "docs/long_context_commands.txt").read_text()
+PARTS = [line.split(" && ") for line in SWEEP.splitlines() if not line.startswith("#")]
+
+
+def test_sweep_of_the_long_context_comparison_composes() -> None:
+    """Every mixer with two seeds, each evaluation of a run that the same line has trained."""
+    trained = {}
+    for line in PARTS:
+        for part in line:
+            python, _, module, *words = shlex.split(part)
+            assert python == "python"
+            command = module.removeprefix("src.")
+            cfg = compose([w for w in words if not w.startswith(("resume=", "init_from="))], schema=SCHEMAS[command])
+            if command == "train":
+                trained[cfg.run.name] = cfg
+                [start] = [w.partition("=")[2] for w in words if w.startswith("init_from=")] or [None]
+                assert start is None or start in trained
+                assert cfg.run.name.endswith(f"-{cfg.seed}")
+            else:
+                assert cfg.run in trained
+    kinds = {(name.split("-")[0], cfg.seed) for name, cfg in trained.items()}
+    assert kinds == {(kind, seed) for kind in ("novels", "needles") for seed in (0, 1)}
+    assert len(trained) == 2 * 2 * 5
+
+
 def test_there_are_commands() -> None:
     assert {command for command, _ in COMMANDS} == set(SCHEMAS)
 
