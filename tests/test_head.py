@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.layers import padded_linear
+from src.layers.linear import padded_linear
 from src.model import LanguageModel, ModelConfig
 from src.module import head_loss
 from src.registry import MIXERS

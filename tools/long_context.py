@@ -109,7 +109,7 @@ def check(found: list[dict[str, Any]]) -> None:
         if len(own) < 2:
             continue
         # The examples of needles are drawn with the run's seed, and so is their fingerprint.
-        data = {"haystack_tokens": lambda result: result.get("haystack_tokens")} if task == "niah" else {"data": _data}
+        data = {"haystack_tokens": _haystack} if task == "niah" else {"data": _data}
         for name, fact in {**data, "split": _split, "tokenizer": _tokenizer}.items():
             first, *others = [(result, fact(result)) for result in own]
             for other, value in others:
@@ -157,6 +157,10 @@ def check_output(option: str, file: Path) -> None:
 
 def _data(result: dict[str, Any]) -> str | None:
     return result.get("data", {}).get("fingerprint")
+
+
+def _haystack(result: dict[str, Any]) -> int | None:
+    return result.get("haystack_tokens")
 
 
 def _split(result: dict[str, Any]) -> str | None:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -143,52 +143,63 @@ def spread(values: Values, mixer: str, task: str, what: str, x: float, form: str
 # ---- the figure
 
 
+class Panel(NamedTuple):
+    x: str
+    y: str
+    task: str
+    what: str
+
+
 def draw(found: Results) -> Figure:
     """Loss by position, what levels gain there, loss by row length and needles by length, whichever there are."""
     values, names = gather(found), mixers(found)
     panels = [
-        ("position, tokens", "loss, nats a token", "positions", "loss"),
-        ("position, tokens", "log-linear minus linear, nats a token", "positions", "gain"),
-        ("tokens a row", "perplexity", "perplexity", "perplexity"),
-        *(("length, tokens", f"needles found, {t}", "niah", f"found/{t}") for t in needle_tasks(values)),
+        Panel("position, tokens", "loss, nats a token", "positions", "loss"),
+        Panel("position, tokens", "log-linear minus linear, nats a token", "positions", "gain"),
+        Panel("tokens a row", "perplexity", "perplexity", "perplexity"),
+        *(Panel("length, tokens", f"needles found, {t}", "niah", f"found/{t}") for t in needle_tasks(values)),
     ]
+    curves = {panel: shown for panel in panels if (shown := _curves(values, names, panel))}
     others = [name for name in names if name not in COLOURS]
     colours = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
-    curves = {}
-    for panel in panels:
-        task, what = panel[2:]
-        by = {m: gain(values, m, task) if what == "gain" else values.get((m, task, what), {}) for m in names}
-        if shown := {mixer: curve for mixer, curve in by.items() if curve}:
-            curves[panel] = shown
     rows, columns = -(-len(curves) // COLUMNS), min(COLUMNS, len(curves))
     figure = Figure(figsize=(5.2 * columns, 4 * rows), layout="constrained")
-    for place, ((x, y, task, what), shown) in enumerate(curves.items(), 1):
-        axes = figure.add_subplot(rows, columns, place)
-        for mixer, curve in shown.items():
-            _curve(axes, mixer, curve, colours[mixer], None if task == "positions" else "o")
-        for trained in {result["trained_length"] for result in found if result["task"] == task}:
-            axes.axvline(trained, color="grey", linestyle="--", linewidth=1)
-        if what == "gain":
-            axes.axhline(0, color="grey", linewidth=1)
-        if task == "niah":
-            axes.set_ylim(-0.03, 1.03)
-        if task == "perplexity":
-            _zoom(axes, shown)
-        axes.ticklabel_format(useOffset=False)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
-        axes.set(xlabel=x, ylabel=y)
-        axes.grid(alpha=0.3)
+    for place, (panel, shown) in enumerate(curves.items(), 1):
+        trained = {result["trained_length"] for result in found if result["task"] == panel.task}
+        _panel(figure.add_subplot(rows, columns, place), panel, shown, colours, trained)
     handles = {
         label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(
-        handles.values(), handles, loc="outside upper center", ncols=min(len(handles), 2 * columns), frameon=False
-    )
-    figure.supxlabel(
-        "line: mean over the seeds; band: from the lowest to the highest; dashed: the trained length", fontsize=9
-    )
+    ncols = min(len(handles), 2 * columns)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=ncols, frameon=False)
+    legend = "line: mean over the seeds; band: from the lowest to the highest; dashed: the trained length"
+    figure.supxlabel(legend, fontsize=9)
     return figure
+
+
+def _curves(values: Values, names: Sequence[str], panel: Panel) -> dict[str, Curve]:
+    """The mixers that have something to show there."""
+    task, what = panel.task, panel.what
+    by = {m: gain(values, m, task) if what == "gain" else values.get((m, task, what), {}) for m in names}
+    return {mixer: curve for mixer, curve in by.items() if curve}
+
+
+def _panel(axes: Axes, panel: Panel, shown: dict[str, Curve], colours: dict[str, str], trained: set[int]) -> None:
+    for mixer, curve in shown.items():
+        _curve(axes, mixer, curve, colours[mixer], None if panel.task == "positions" else "o")
+    for length in trained:
+        axes.axvline(length, color="grey", linestyle="--", linewidth=1)
+    if panel.what == "gain":
+        axes.axhline(0, color="grey", linewidth=1)
+    if panel.task == "niah":
+        axes.set_ylim(-0.03, 1.03)
+    if panel.task == "perplexity":
+        _zoom(axes, shown)
+    axes.ticklabel_format(useOffset=False)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
+    axes.set(xlabel=panel.x, ylabel=panel.y)
+    axes.grid(alpha=0.3)
 
 
 def _curve(axes: Axes, mixer: str, curve: Curve, colour: str, marker: str | None) -> None:

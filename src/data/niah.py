@@ -244,9 +244,10 @@ class Niah(DataModule):
         facts = super().describe() | {"tokenizer": self.config.tokenizer, "haystack": self.config.haystack}
         facts["tasks"] = ", ".join(self.config.tasks)
         for split, lengths in self.lengths.items():
-            first = f"{self.config.short_rows:,} rows of {min(lengths)}, then " if self.config.short_rows else ""
-            facts[split] = f"{first if split == 'train' else ''}{'/'.join(map(str, lengths))} tokens"
+            facts[split] = f"{'/'.join(map(str, lengths))} tokens"
             facts[f"{split}.haystack tokens"] = self.haystack_tokens(split)
+        if self.config.short_rows:
+            facts["train"] = f"{self.config.short_rows:,} rows of {min(self.lengths['train'])}, then {facts['train']}"
         return facts
 
 

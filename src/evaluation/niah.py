@@ -53,8 +53,8 @@ def evaluate(trained: Trained) -> Report:
     examples = options.examples or EXAMPLES
     for task, length, depth in tqdm(cells, "needles", unit="cell", disable=None):
         # Other examples at every depth: a mean over depths is then one of as many needles as are counted.
-        numbers = range(first := depths.index(depth) * examples, first + examples)
-        scored = list(cell_scores(trained, data, task, length, depth, numbers))
+        first = depths.index(depth) * examples
+        scored = list(cell_scores(trained, data, task, length, depth, range(first, first + examples)))
         scores, real = zip(*scored, strict=True)
         row = {"task": task, "length": length, "depth": depth, "mean_depth": float(np.mean(real))}
         means = {name: float(np.mean([getattr(score, name) for score in scores])) for name in Score._fields}

@@ -2,7 +2,7 @@
 
 from src.layers.decay import init_decay
 from src.layers.level_scales import Beyond, LevelScales
-from src.layers.linear import Embedding, Head, Linear, initialise, padded_linear, vocabulary_linear
+from src.layers.linear import Embedding, Head, Linear, initialise, vocabulary_linear
 from src.layers.mlp import SwiGLU
 from src.layers.norm import GatedRMSNorm, RMSNorm, l2_normalise, upcast
 from src.layers.rope import apply_rope, token_positions
@@ -22,7 +22,6 @@ __all__ = [
     "init_decay",
     "initialise",
     "l2_normalise",
-    "padded_linear",
     "token_positions",
     "upcast",
     "vocabulary_linear",

@@ -1,4 +1,4 @@
-"""The linear layer, the embedding, and the one way parameters are initialised."""
+"""The linear layer, the embedding and the output head, and the one way parameters are initialised."""
 
 import torch
 import torch.nn.functional as F

@@ -119,3 +119,13 @@ def niah(tmp_path: Path, seed: int):
         return module
 
     return make
+
+
+@pytest.fixture
+def rows(seed: int) -> list[dict]:
+    """Rows of a table; some without text. No two texts are the same."""
+    rng = random.Random(seed)
+    made = [{"text": f"{i} é " + "word\n" * rng.randrange(1, 60), "id": i, "meta": {"a": [i]}} for i in range(150)]
+    made.insert(rng.randrange(150), {"text": "", "id": -1, "meta": {"a": [0]}})
+    made.insert(rng.randrange(150), {"text": None, "id": -2, "meta": {"a": [0]}})
+    return made
