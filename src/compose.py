@@ -205,7 +205,7 @@ def _start_layer(layers: Sequence[Layer]) -> Layer | None:
     name = _last(layers, "init_from")
     if name in (None, "null"):
         return None
-    path = runs.find(str(name), str(_last(layers, "run", "dir") or "runs")) / runs.CONFIG_FILE
+    path = runs.find(str(name), str(_last(layers, "run", "dir") or "runs"), "init_from") / runs.CONFIG_FILE
     values = {key: value for key, value in read_yaml(path).items() if key in ("mixer", "model", "plugins")}
     return Layer(str(path), values)
 

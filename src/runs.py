@@ -101,21 +101,21 @@ def _number(env: Mapping[str, str], key: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def find(name_or_path: str | Path, runs_dir: str | Path = "runs") -> Path:
-    """The folder of an existing run, by its name in `runs_dir` or by its path."""
+def find(name_or_path: str | Path, runs_dir: str | Path = "runs", key: str = "run") -> Path:
+    """The folder of an existing run, by its name in `runs_dir` or by its path; `key` is the option that names it."""
     text = str(name_or_path)
     if not text.strip():
-        raise UserError(f"run is empty: give the name of a run in {runs_dir}/ or the path of its folder")
+        raise UserError(f"{key} is empty: give the name of a run in {runs_dir}/ or the path of its folder")
     places = [Path(runs_dir) / text, Path(text).expanduser()]
     for folder in places:
         if (folder / CONFIG_FILE).is_file():
             return folder
     for folder in places:
         if folder.exists():
-            raise UserError(f"run={text}: {folder} is no run folder (it holds no {CONFIG_FILE})")
+            raise UserError(f"{key}={text}: {folder} is no run folder (it holds no {CONFIG_FILE})")
     names = _names(runs_dir)
     known = f"runs in {runs_dir}: {', '.join(names[-10:])}" if names else f"there are no runs in {runs_dir}"
-    raise UserError(f"run={text}: no such run{nearest(text, names)} ({known})")
+    raise UserError(f"{key}={text}: no such run{nearest(text, names)} ({known})")
 
 
 @contextlib.contextmanager
@@ -164,11 +164,12 @@ def _start(cfg: Any) -> Path:
     parent = Path(cfg.run.dir).expanduser()
     if cfg.run.name is not None:
         check_name(cfg.run.name)
-        if not _make(parent / cfg.run.name):
+        folder = parent / cfg.run.name
+        if not _make(folder) and not _never_began(folder):
             raise UserError(
                 f"run {cfg.run.name!r} exists in {parent}/: resume=auto continues it, another run.name starts a new one"
             )
-        return parent / cfg.run.name
+        return folder
     stamp = datetime.now().strftime("%y%m%d-%H%M%S")
     stem = re.sub(r"[^\w.-]", "_", f"{cfg.mixer.name}-{cfg.data.name}-{stamp}")
     count = 1
@@ -187,6 +188,11 @@ def _resume(cfg: Any) -> Path:
         if differences := _differences(saved, asdict(cfg), _FREE_ON_RESUME):
             raise UserError(f"run {cfg.run.name!r} cannot be continued with other options: {differences[0]}")
     return folder
+
+
+def _never_began(folder: Path) -> bool:
+    """Whether a folder holds nothing: its process was killed before the run began, and the name is free."""
+    return all(path.name == LOCK for path in folder.iterdir()) and not is_held(folder)
 
 
 def _join(cfg: Any) -> Path:

@@ -22,7 +22,7 @@ class Start:
     @classmethod
     def of(cls, cfg: Config) -> "Start":
         """The run that `cfg.init_from` names; `cfg` takes over its tokenizer and trained length. Raises UserError."""
-        run_dir = runs.find(cfg.init_from, cfg.run.dir)
+        run_dir = runs.find(cfg.init_from, cfg.run.dir, "init_from")
         checkpoint = torch.load(runs.checkpoint(run_dir), map_location="cpu", weights_only=True, mmap=True)
         saved = checkpoint["hyper_parameters"]
         if cfg.mixer.name != saved["config"]["mixer"]["name"]:

@@ -15,7 +15,7 @@ from src.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from src.callbacks.manifest import Manifest
 from src.callbacks.memory import Memory
 from src.callbacks.nonfinite import NonFiniteError, NonFiniteGuard
-from src.callbacks.preemption import Aborted, Preempted, Preemption
+from src.callbacks.preemption import Aborted, Preempted, Preemption, Unstarted, before_training
 from src.callbacks.progress import Progress
 from src.callbacks.throughput import Throughput
 from src.callbacks.validation import EdgeValidation
@@ -42,6 +42,10 @@ def main(cfg: Config) -> None:
         if not runs.is_child():
             print(f"{stop}\nresume with: {resume_command(cfg)}")
             raise SystemExit(stop.exit_status) from None
+    except Unstarted as stop:
+        if not runs.is_child():
+            sys.stderr.write(f"{stop}\n")
+        raise SystemExit(stop.exit_status) from None
     except (Aborted, KeyboardInterrupt):
         sys.stderr.write("aborted: nothing saved since the last checkpoint\n")
         raise SystemExit(130) from None
@@ -64,30 +68,13 @@ def train(cfg: Config) -> Path:
 def train_in(run_dir: Path, cfg: Config) -> Path:
     """`train`, in a folder that is this process's own."""
     try:
-        last = run_dir / "checkpoints" / "last.ckpt"
-        start = Start.of(cfg) if cfg.init_from and not last.is_file() else None
-        data = DATA.get(cfg.data.name)(cfg.data, seed=cfg.seed, micro_batch_size=cfg.trainer.micro_batch_size)
-        data.prepare_data()
-        data.setup("fit")
-
-        seed_everything(cfg.seed, verbose=False)
-        plain = config.asdict(cfg)
-        module = LanguageModule(plain, data.vocab_size, cfg.model.max_seq_len or data.max_seq_len)
-        module.configure_model()
-        if start:
-            start.load_into(module)
-        if getattr(cfg.data, "carry_state", False):
-            check_carried(cfg, module)
-
-        saved = read_checkpoint(last)
-        start_step = saved.get("global_step", 0)
-        if start_step:
-            check_same_data(run_dir, saved, data)
-        if start_step >= cfg.trainer.max_steps:
-            steps = f"{start_step} steps done, trainer.max_steps={cfg.trainer.max_steps}"
-            say(f"run {cfg.run.name} is finished: {steps}; a larger trainer.max_steps continues it")
-            return run_dir
-        trainer = build_trainer(cfg, run_dir, data, module, start_step)
+        with before_training():
+            data, module, start_step = prepare(run_dir, cfg)
+            if start_step >= cfg.trainer.max_steps:
+                steps = f"{start_step} steps done, trainer.max_steps={cfg.trainer.max_steps}"
+                say(f"run {cfg.run.name} is finished: {steps}; a larger trainer.max_steps continues it")
+                return run_dir
+            trainer = build_trainer(cfg, run_dir, data, module, start_step)
     except BaseException:
         # A mistake that shows only now must not leave an empty folder behind, which would hold the name.
         if not runs.is_child():
@@ -98,11 +85,12 @@ def train_in(run_dir: Path, cfg: Config) -> Path:
 
     if start_step and (changes := runs.changes(cfg, run_dir)):
         say("changed: " + "; ".join(changes))
+    last = last_checkpoint(run_dir)
     if trainer.is_global_zero:
         last.parent.mkdir(exist_ok=True)
         config.save(cfg, run_dir / runs.CONFIG_FILE)
         data.save_tokenizer(run_dir)
-    trainer.loggers[0].start(plain)
+    trainer.loggers[0].start(config.asdict(cfg))
     describe(cfg, run_dir, data, module, start_step)
 
     trainer.fit(module, datamodule=data, ckpt_path=last if start_step else None, weights_only=True)
@@ -113,6 +101,33 @@ def train_in(run_dir: Path, cfg: Config) -> Path:
             sample(module.to(trainer.strategy.root_device), data, cfg)
         print(f"\nrun folder: {run_dir}\ncurves:     tensorboard --logdir {shlex.quote(str(run_dir.parent))}")
     return run_dir
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "last.ckpt"
+
+
+def prepare(run_dir: Path, cfg: Config) -> tuple[DataModule, LanguageModule, int]:
+    """The data on disk, the model, and the step that the run has reached (0: a new one)."""
+    last = last_checkpoint(run_dir)
+    start = Start.of(cfg) if cfg.init_from and not last.is_file() else None
+    data = DATA.get(cfg.data.name)(cfg.data, seed=cfg.seed, micro_batch_size=cfg.trainer.micro_batch_size)
+    data.prepare_data()
+    data.setup("fit")
+
+    seed_everything(cfg.seed, verbose=False)
+    module = LanguageModule(config.asdict(cfg), data.vocab_size, cfg.model.max_seq_len or data.max_seq_len)
+    module.configure_model()
+    if start:
+        start.load_into(module)
+    if getattr(cfg.data, "carry_state", False):
+        check_carried(cfg, module)
+
+    saved = read_checkpoint(last)
+    start_step = saved.get("global_step", 0)
+    if start_step:
+        check_same_data(run_dir, saved, data)
+    return data, module, start_step
 
 
 def build_trainer(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModule, start_step: int) -> Trainer:

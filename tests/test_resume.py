@@ -214,6 +214,35 @@ def test_signal_handlers_are_put_back(tmp_path, monkeypatch):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_before_training_ends_in_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, signum, status):
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModule, "configure_model", lambda self: os.kill(os.getpid(), signum))
+        with pytest.raises(SystemExit) as end:
+            run_cli(main, Config, options(tmp_path, "run.name=a"))
+    assert end.value.code == status
+    name = signal.Signals(signum).name
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith(f"stopped by {name} before training began: the same comm")
+    )
+    assert not (tmp_path / "runs" / "a").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+    run(tmp_path, "run.name=a")
+
+
+def test_a_folder_that_a_kill_left_before_training_is_free(tmp_path):
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / runs.LOCK).touch()
+    with runs.hold(folder), pytest.raises(UserError, match="'a' exists"):
+        run(tmp_path, "run.name=a")
+    (folder / runs.LOCK).touch()
+    run(tmp_path, "run.name=a")
+    with pytest.raises(UserError, match="'a' exists"):
+        run(tmp_path, "run.name=a")
+
+
 def test_second_interrupt_aborts_at_once(tmp_path):
     from src.callbacks.preemption import Aborted
 

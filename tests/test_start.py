@@ -75,7 +75,7 @@ def test_a_run_without_a_tokenizer_starts_no_run_on_text(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["init_from=orign"], "did you mean"),
+        (["init_from=orign"], "init_from=orign: no such run; did you mean 'origin'?"),
         (["init_from=origin", "mixer=softmax"], "is a run of loglinear_gdn"),
         (["init_from=origin", "model.d_model=32"], "has shape"),
         (["init_from=origin", "data.tokenizer=bytes"], "brings its own tokenizer"),

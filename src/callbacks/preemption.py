@@ -1,7 +1,10 @@
-"""Ctrl-C and SIGTERM: finish the step, save, say where."""
+"""Ctrl-C and SIGTERM: finish the step, save, say where; before the first step, end in order."""
 
+import contextlib
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +23,37 @@ class Preempted(BaseException):
         super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}; state saved in {path}")
         self.signum = signum
         self.exit_status = 128 + signum
+
+
+class Unstarted(BaseException):
+    """Stopped by a signal before the first step: nothing had to be saved."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(signum).name} before training began: "
+            "the same command starts again, and what is tokenised is kept"
+        )
+        self.exit_status = 128 + signum
+
+
+@contextlib.contextmanager
+def before_training() -> Iterator[None]:
+    """In here SIGTERM ends the process like Ctrl-C: both raise Unstarted."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Unstarted(signum)
+
+    before = signal.getsignal(signal.SIGTERM)
+    mine = before is signal.SIG_DFL and threading.current_thread() is threading.main_thread()
+    if mine:
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Unstarted(signal.SIGINT) from None
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, before)
 
 
 class Aborted(BaseException):
