@@ -1,6 +1,8 @@
 """Measure a trained model: `python -m src.evaluate run=<name> task=positions`; `--help` lists every option."""
 
+import contextlib
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from src import config
 from src.evaluation import EvaluateConfig, Report, Trained, changed, open_run, task_of
 from src.files import write_json
 from src.loggers import quiet_lightning
+from src.options import show
 
 
 @rank_zero_only
@@ -18,6 +21,8 @@ def main(options: EvaluateConfig) -> None:
     results = evaluate(options)
     print(results.pop("table"))
     print(f"\nwritten to {results['file']}" + (f" and {results['figure']}" if "figure" in results else ""))
+    if "kept" in results:
+        print(results["kept"])
 
 
 def evaluate(options: EvaluateConfig) -> dict[str, Any]:
@@ -50,8 +55,11 @@ def _write(trained: Trained, name: str, report: Report) -> dict[str, Any]:
     }
     file = Path(options.output) if options.output else run_dir / f"evaluation-{_label(trained, name, report)}.json"
     picture = file.with_suffix(".png")
+    kept = None if options.output else _keep_other(file, results["options"])
     write_json(file, results)
     results["file"] = str(file)
+    if kept:
+        results["kept"] = kept
     if report.figure is not None:
         report.figure.savefig(picture, dpi=150, bbox_inches="tight")
         results["figure"] = str(picture)
@@ -72,6 +80,28 @@ def _label(trained: Trained, name: str, report: Report) -> str:
     if "data" in chosen:
         parts.append("data=" + hashlib.sha256(repr(sorted(chosen["data"].items())).encode()).hexdigest()[:8])
     return "-".join(parts)
+
+
+def _keep_other(file: Path, options: dict[str, Any]) -> str | None:
+    """Put aside an earlier result of other options, such as lengths=, which may be hours of work; says where."""
+    try:
+        before = json.loads(file.read_text())["options"]
+    except (OSError, ValueError, KeyError):
+        return None  # there is none, or it is no result
+    if _measured(before) == _measured(options):
+        return None
+    number = 1
+    while (aside := file.with_name(f"{file.stem}-{number}.json")).exists():
+        number += 1
+    file.rename(aside)
+    with contextlib.suppress(FileNotFoundError):
+        file.with_suffix(".png").rename(aside.with_suffix(".png"))
+    chosen = " ".join(f"{key}={show(value).replace(' ', '')}" for key, value in before.items()) or "the default options"
+    return f"the earlier result, of {chosen}, is kept as {aside}"
+
+
+def _measured(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != "piece"}  # changes no number
 
 
 def _to_tensorboard(trained: Trained, name: str, report: Report) -> None:

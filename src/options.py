@@ -267,7 +267,9 @@ def unknown_key(key: str, known: Iterable[str], allowed: Iterable[str], where: s
     known, allowed = list(known), list(allowed)
     last = key.rpartition(".")[2]
     same_end = [k for k in known if k.rpartition(".")[2] == last]
-    near = f"; did you mean {same_end[0]!r}?" if same_end else nearest(key, known)
+    # By the last part: what all keys of a section begin with makes strangers look alike.
+    alike = [k for k in known if difflib.SequenceMatcher(None, last, k.rpartition(".")[2]).ratio() > 0.7]
+    near = f"; did you mean {same_end[0]!r}?" if same_end else nearest(key, alike)
     inside = f" in {where}" if where else ""
     return f"unknown key {key!r}{near} (allowed{inside}: {', '.join(allowed) or 'none'})"
 

@@ -225,6 +225,8 @@ def describe(cfg: Config, run_dir: Path, data: DataModule, module: LanguageModul
         counts = {k.partition(".")[2]: v for k, v in facts.items() if k.startswith(f"{split}.")}
         if counts:
             say(f"       {split}: " + ", ".join(f"{number:,} {what}" for what, number in counts.items()))
+    for note in data.notes():
+        say(f"note:  {note}")
     say(
         f"model: {cfg.mixer.name}, {model.num_parameters():,} parameters"
         f" ({model.num_parameters(embedding=False):,} without embeddings),"

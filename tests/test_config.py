@@ -11,6 +11,7 @@ import torch
 from src import config
 from src.config import Config, asdict, from_dict
 from src.errors import UserError
+from src.options import unknown_key
 from src.registry import DATA, MIXERS
 from tests.config_folder import error_of, made, write
 
@@ -106,6 +107,14 @@ def test_text_stays_text_from_the_command_line_to_disk(folder: Path, text: str) 
     assert cfg.run.name == text
     config.save(cfg, folder / "config.yaml")
     assert config.load(folder) == cfg
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [("data.packing", "data.haystack"), ("data.carry_state", "data.vocab_size"), ("mixer.beyond", "mixer.backend")],
+)
+def test_a_common_section_makes_no_suggestion(key: str, known: str) -> None:
+    assert "did you mean" not in unknown_key(key, [known], ["x"])
 
 
 @pytest.mark.parametrize("text", ["null", "none", "None"])

@@ -58,6 +58,24 @@ def test_both_perplexities_and_the_token_count_are_printed(text_run, capsys):
     assert saved["word_perplexity"] > saved["perplexity"]  # several bytes a word
 
 
+def test_a_result_of_other_options_is_put_aside(text_run, capsys):
+    def measure(**more) -> str:
+        main(EvaluateConfig(run=str(text_run), task="perplexity", split="test", device="cpu", **more))
+        return capsys.readouterr().out
+
+    file = text_run / "evaluation-perplexity-test.json"
+    assert "kept" not in measure(lengths=[32, 64])
+    two = file.read_text()
+    assert "kept" not in measure(lengths=[32, 64], piece=32)  # the same numbers, otherwise computed
+    aside = text_run / "evaluation-perplexity-test-1.json"
+    assert f"the earlier result, of lengths=[32,64] piece=32, is kept as {aside}" in measure(lengths=[32])
+    assert json.loads(aside.read_text())["lengths"] == json.loads(two)["lengths"]
+    assert aside.with_suffix(".png").is_file()
+    assert [cell["length"] for cell in json.loads(file.read_text())["lengths"]] == [32]
+    assert f"is kept as {text_run / 'evaluation-perplexity-test-2.json'}" in measure()
+    assert len(json.loads(aside.read_text())["lengths"]) == 2
+
+
 def test_numbers_that_json_does_not_know_are_null(text_run, tmp_path, monkeypatch):
     monkeypatch.setattr("src.evaluation.perplexity.token_losses", lose_everything)
     output = tmp_path / "a.json"

@@ -117,6 +117,10 @@ class DataModule(LightningDataModule):
         """Facts for the start of a run, flat and printable. After setup()."""
         return {"data": self.config.name, "fingerprint": self.fingerprint, "vocabulary": self.vocab_size}
 
+    def notes(self) -> list[str]:
+        """What a user would hardly want, a line each, for the start of a run. After setup()."""
+        return []
+
     # Loaders
 
     @property

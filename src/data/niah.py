@@ -42,6 +42,7 @@ from src.options import nearest, type_hints, unknown_key
 from src.registry import DATA, build_options
 
 SHARED = ("tokenizer", "vocab_size", "eot", "cache_dir")  # options that the corpus is given
+ROWS = ("packing", "carry_state", "val_rows")  # of a corpus that is trained on: a haystack has no rows
 
 
 class Niah(DataModule):
@@ -88,7 +89,7 @@ class Niah(DataModule):
         if not config.tasks:
             raise UserError(f"data.tasks=[]: name at least one of {', '.join(needles.TASKS)}")
         for task in config.tasks:
-            _known(task, "data.tasks")
+            check_task(task, "data.tasks")
         train = config.lengths or [config.seq_len]
         val = config.val_lengths or train
         self.lengths: dict[str, list[int]] = {"train": train, "val": val, "test": config.test_lengths or val}
@@ -149,7 +150,7 @@ class Niah(DataModule):
 
     def smallest(self, task: str) -> int:
         """The least length that has room for every example of this task. After setup()."""
-        _known(task, "task")
+        check_task(task, "task")
         return self._maker.smallest(task)
 
     def example(self, split: Split, task: str, length: int, number: int, depth: float | None = None) -> Example:
@@ -157,7 +158,7 @@ class Niah(DataModule):
 
         Raises UserError for an unknown task, a depth outside and a length without room. After setup().
         """
-        _known(task, "task")
+        check_task(task, "task")
         if depth is not None and not 0 <= depth <= 1:
             raise UserError(f"depth={depth}: must be in [0, 1]")
         self._maker.check(task, length, "length")
@@ -251,12 +252,19 @@ class Niah(DataModule):
         return facts
 
 
-def _known(task: str, key: str) -> None:
+def check_task(task: str, key: str) -> None:
+    """Raises UserError, which names the option `key`, for a task that there is not."""
     if task not in needles.TASKS:
         raise UserError(f"{key}={task}: unknown{nearest(task, needles.TASKS)} (allowed: {', '.join(needles.TASKS)})")
 
 
 def _corpus(config: Niah.Config, seed: int) -> Corpus:
+    known = DATA.names()
+    if config.haystack not in known:
+        raise UserError(
+            f"data.haystack={config.haystack}: unknown{nearest(config.haystack, known)} (any data= that is a text"
+            f" corpus, as prose, text, wikitext are; there are {', '.join(known)})"
+        )
     cls = DATA.get(config.haystack)
     if not issubclass(cls, Corpus):
         raise UserError(f"data.haystack={config.haystack}: is no text corpus (as prose, text, wikitext are)")
@@ -264,13 +272,19 @@ def _corpus(config: Niah.Config, seed: int) -> Corpus:
         if key in config.haystack_options:
             raise UserError(f"data.haystack_options.{key}: set data.{key}")
     where = "data.haystack_options"
-    own = [key for key in type_hints(cls.Config) if key not in (*SHARED, "name")]
+    own = haystack_keys(cls)
     for key in config.haystack_options:
         if key not in own:
             raise UserError(unknown_key(f"{where}.{key}", [f"{where}.{k}" for k in own], own, where))
     shared = {key: getattr(config, key) for key in SHARED}
     options = build_options(cls, {**config.haystack_options, **shared}, where)
     return cls(options, seed=seed)
+
+
+def haystack_keys(cls: type[Corpus]) -> list[str]:
+    """The options of a corpus that say which text it is."""
+    rows = {*SHARED, *ROWS, *(f.name for f in fields(DataModule.Config))}
+    return [key for key in type_hints(cls.Config) if key not in rows]
 
 
 def _renamed(error: UserError, cls: type[Corpus]) -> str:

@@ -20,6 +20,7 @@ from typing import Literal
 from src.data import Split
 from src.data.common.corpus import Corpus
 from src.data.common.files import Slice, cut_near, digest_file, find, read, split_of
+from src.data.common.rows import kind
 from src.errors import UserError
 
 FEW = 100  # files: by hash, 5 % of fewer would often be none
@@ -57,6 +58,7 @@ class Text(Corpus):
         if not own["train"]:
             raise UserError("data.path is not set: name a text file, a folder or a pattern")
         _check_apart(own)
+        _check_tables(own, config.extensions)
         shares = {}
         for split in ("val", "test"):
             share = getattr(config, f"{split}_fraction")
@@ -73,7 +75,7 @@ class Text(Corpus):
         slices = {split: [part for part in slices[split] if part.end > part.begin] for split in SPLITS}
         for split in SPLITS:
             if not slices[split] and (split != "test" or shares["test"] or own["test"]):
-                raise UserError(_too_little(split, config))
+                raise UserError(_too_little(split, config, sorted({*own["train"], *own[split]})))
         return slices
 
     def _divide(self, whole: list[Slice], shares: dict[str, float]) -> dict[str, list[Slice]]:
@@ -115,6 +117,7 @@ class Text(Corpus):
         return content.hexdigest()
 
 
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _KEYS = {"train": "path", "val": "val_path", "test": "test_path"}
 
 
@@ -127,7 +130,18 @@ def _check_apart(own: dict[str, list[Path]]) -> None:
                 raise UserError(f"{file} is in both data.{_KEYS[other]} and data.{_KEYS[split]}")
 
 
-def _too_little(split: str, config: Text.Config) -> str:
+def _check_tables(own: dict[str, list[Path]], wanted: list[str]) -> None:
+    """Raises UserError for a file of rows, whose keys and quotes would be trained on, unless its ending is `wanted`."""
+    for split, files in own.items():
+        for file in files:
+            table = kind(file) == "parquet" or file.name.lower().endswith(_JSON_LINES)
+            if table and not file.name.endswith(tuple(wanted)):
+                raise UserError(f"data.{_KEYS[split]}={file}: a table, not a text; data=hub data.path= reads its texts")
+
+
+def _too_little(split: str, config: Text.Config, files: list[Path]) -> str:
+    if not any(file.stat().st_size for file in files):
+        return f"{files[0]} is empty" if len(files) == 1 else f"all {len(files)} files are empty"
     where = ", ".join(config.path if split == "train" else getattr(config, _KEYS[split]) or config.path)
     remedy = "" if split == "train" else f"; give data.{_KEYS[split]}"
     return f"data.path={where}: too little text for a {split} split{remedy}"

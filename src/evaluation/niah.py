@@ -6,7 +6,7 @@ what it says (case ignored) counts, as in RULER. The prompt is read once for bot
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from src.data.common.corpus import Corpus
 from src.data.common.needle_examples import TooShort
 from src.data.common.needles import TASKS, contained
-from src.data.niah import Niah
+from src.data.niah import Niah, check_task, haystack_keys
 from src.errors import UserError
 from src.evaluation import Report, Trained, figures
 from src.evaluation.perplexity import facts
@@ -159,13 +159,14 @@ def _data(trained: Trained) -> Niah:
             raise UserError(f"data.{key}={show(given[key])}: task=niah takes {instead}: give {instead} alone")
     lengths = _lengths(trained)
     changes: dict[str, Any] = {"seq_len": lengths[-1], "lengths": lengths, "val_lengths": [], "test_lengths": []}
+    for task in options.tasks:
+        check_task(task, "tasks")
     if options.tasks:
         changes["tasks"] = list(dict.fromkeys(options.tasks))
     if run.name == "niah":
         corpus, own = run.haystack, run.haystack_options
     elif issubclass(DATA.get(run.name), Corpus):
-        names = {f.name for f in fields(run)} - {f.name for f in fields(Niah.Config)} - {"val_rows"}
-        corpus, own = run.name, {key: getattr(run, key) for key in sorted(names)}
+        corpus, own = run.name, {key: getattr(run, key) for key in haystack_keys(DATA.get(run.name))}
         changes |= {"name": "niah", "eot": run.eot, "cache_dir": run.cache_dir}
     else:
         raise UserError(f"task=niah: run {trained.run_dir.name} was trained on data={run.name}, which is no text")

@@ -11,8 +11,14 @@ from pyarrow import parquet
 
 from src.data.common import hub
 from src.data.common.files import split_of
+from src.data.common.rows import columns
 from src.errors import UserError
 from tests.tables import SPLITS, all_texts, documents_of, module_of, texts_of, write
+
+
+def test_a_column_that_the_first_row_lacks_is_found(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": 1}\n{"text": null}\n{"text": "words", "id": 2}\n')
+    assert columns(tmp_path / "a.jsonl") == (["id", "text"], ["text"])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "A.JSONL"])

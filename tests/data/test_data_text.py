@@ -1,6 +1,8 @@
 """data=text: any files, disjoint splits, one clear error for what cannot work."""
 
+import gzip
 import hashlib
+import re
 
 import pytest
 
@@ -175,10 +177,50 @@ def test_mistakes_are_one_line(text, options, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", "a", "ab\n"])
+@pytest.mark.parametrize("content", ["a", "ab\n"])
 def test_too_little_text_names_the_corpus(text, content):
     with pytest.raises(UserError, match=r"too little text for a .* split"):
         text({"a.txt": content})
+
+
+def test_empty_files_are_called_so(text):
+    with pytest.raises(UserError, match=r"a.txt is empty$"):
+        text({"a.txt": ""})
+    with pytest.raises(UserError, match=r"all 2 files are empty$"):
+        text({"b.txt": ""})
+
+
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+@pytest.mark.parametrize(
+    ("name", "encode", "message"),
+    [
+        ("a.txt", lambda text: text.encode("utf-16"), "a.txt is UTF-16: convert it to UTF-8"),
+        ("a.txt", lambda text: text.encode("utf-32"), "a.txt is UTF-32: convert it to UTF-8"),
+        ("a.txt.gz", lambda text: gzip.compress(text.encode()), "a.txt.gz is compressed by gzip: unpack it"),
+        ("a.jsonl", str.encode, "a.jsonl: a table, not a text; data=hub data.path= reads its texts"),
+    ],
+)
+def test_files_of_another_kind_are_named(text, tmp_path, name, encode, message, errors):
+    path = tmp_path / name
+    path.write_bytes(encode("some text\n" * 500))
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        text({}, path=[str(path)], encoding_errors=errors)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_table_that_is_asked_for_as_text_is_one(text, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 500)
+    module = text({}, path=[str(tmp_path / "rows.jsonl")], extensions=[".jsonl"])
+    assert module.tokenizer.decode(module.stream("train").tokens[1:14]) == '{"text": "a"}'
+
+
+def test_rows_that_a_user_would_hardly_want_are_noted(text):
+    content = {"a.txt": "text\n" * 100}
+    assert text(content, seq_len=20, batch_size=2).notes() == []
+    short = text(content, seq_len=100_000, batch_size=1).notes()
+    assert [note.partition(":")[2] for note in short] == [" its one row is shorter than data.seq_len=100000"]
+    few = text(content, seq_len=200, batch_size=8).notes()
+    assert few == ["the train split has 2 rows: a step of data.batch_size=8 repeats them"]
 
 
 def test_an_unreadable_file_is_named(text, monkeypatch):

@@ -239,6 +239,17 @@ class Corpus(DataModule):
             batches[-1:] = [rest, [last]]  # a shorter row does not stack with full ones
         return batches
 
+    def notes(self) -> list[str]:
+        tokens, rows, config = len(self._streams["train"]), self.n_rows("train"), self.config
+        found = []
+        if tokens < config.seq_len:
+            found.append(
+                f"the train split has {tokens:,} tokens: its one row is shorter than data.seq_len={config.seq_len}"
+            )
+        if rows < config.batch_size:
+            found.append(f"the train split has {rows} rows: a step of data.batch_size={config.batch_size} repeats them")
+        return found
+
     def describe(self) -> dict[str, object]:
         facts = super().describe() | {"tokenizer": self.config.tokenizer}
         for split, stream in self._streams.items():

@@ -18,6 +18,17 @@ from src.errors import UserError
 PIECE = 1 << 15  # characters encoded at once: eight times more take 1.4 times as long (GPT-2, 2 cores)
 BLOCK = 1 << 20  # bytes read at once
 DIGEST_MEMO = 1 << 26  # bytes: hashes of larger files are kept by path, size and time (about 1 s per GB else)
+# What a file that is no UTF-8 text often is, by its first bytes, and what to do with it.
+_OTHER_KINDS = {
+    b"\x1f\x8b": "compressed by gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
+    b"\xfd7zXZ\0": "compressed by xz: unpack it",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "a Parquet table: data=hub data.path= reads those",
+    b"\xff\xfe\0\0": "UTF-32: convert it to UTF-8",
+    b"\xff\xfe": "UTF-16: convert it to UTF-8",
+    b"\xfe\xff": "UTF-16: convert it to UTF-8",
+}
 SPLIT_NAMES = {"train": {"train"}, "val": {"valid", "validation", "val", "dev"}, "test": {"test"}}
 
 
@@ -127,13 +138,16 @@ def read(part: Slice, encoding_errors: str | None = None) -> Iterator[str]:
     """The text of a slice in blocks: UTF-8, a byte order mark dropped, \\r\\n and \\r as \\n.
 
     Raises UserError that names file and byte where it is not UTF-8 and `encoding_errors` is not "replace"
-    (None: the corpus has no such option).
+    (None: the corpus has no such option), and for a file that is compressed or UTF-16.
     """
     utf8 = codecs.getincrementaldecoder("utf-8")(encoding_errors or "strict")
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
     with open_binary(part.path) as file:
-        begin = part.begin
-        if begin == 0 and file.read(3) == codecs.BOM_UTF8:
+        begin, head = part.begin, file.read(8)
+        for magic, kind in _OTHER_KINDS.items():
+            if head.startswith(magic):  # whatever `encoding_errors`: its bytes are no text
+                raise DataError(f"{part.path} is {kind}")
+        if begin == 0 and head.startswith(codecs.BOM_UTF8):
             begin = 3
         file.seek(begin)
         while True:

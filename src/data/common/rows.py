@@ -7,6 +7,7 @@ read whole.
 import io
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ def choose_column(names: Sequence[str], texts: Sequence[str], given: str | None,
 
 
 def columns(path: Path) -> tuple[list[str], list[str]]:
-    """All columns of a file, and those that hold text. A JSON file's are those of its first row."""
+    """All columns of a file, and those that hold text. A JSON file's are those of its first rows."""
     if kind(path) == "parquet":
         schema = _parquet(path).schema_arrow
         return schema.names, [field.name for field in schema if _is_text(field.type)]
-    first = next(_json_rows(path), {})
-    return list(first), [name for name, value in first.items() if isinstance(value, str)]
+    found: dict[str, bool] = {}
+    for row in islice(_json_rows(path), ROWS):
+        for name, value in row.items():
+            found[name] = found.get(name, False) or isinstance(value, str)
+    return list(found), [name for name, text in found.items() if text]
 
 
 def check_column(path: Path, column: str) -> None:
