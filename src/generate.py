@@ -113,6 +113,8 @@ def read_prompt(path: str, tokenizer: Tokenizer) -> Tensor:
             size = file.stat().st_size
         if not file.is_file():
             raise UserError(f"{file} is not a file")
+        if not size:
+            raise UserError(f"{file} is empty: leave prompt_file out to begin a document")
         return encode(read(Slice(file, 0, size)), tokenizer)
     except UserError as error:
         raise UserError(f"prompt_file: {error}") from error

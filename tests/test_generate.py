@@ -138,7 +138,12 @@ def test_mistakes_are_one_line(text_run, capsys, wrong):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "No such file"), (b"abc\xff", "not UTF-8 (byte 3): convert it"), ("folder", "is not a file")],
+    [
+        (None, "No such file"),
+        (b"abc\xff", "not UTF-8 (byte 3): convert it"),
+        (b"", "is empty"),
+        ("folder", "is not a file"),
+    ],
 )
 def test_a_file_that_is_no_prompt_is_named(text_run, tmp_path, capsys, content, words):
     file = tmp_path / "wrong.txt"

@@ -137,7 +137,10 @@ class Hub(Corpus):
     def _require(self, split: Split) -> None:
         if self.n_rows(split) == 0 and "train" != split not in self._own:
             share = getattr(self.config, f"{split}_fraction")
-            raise UserError(f"data.{split}_fraction={share}: not one document fell into the {split} split; raise it")
+            raise UserError(
+                f"data.{split}_fraction={share}: not one document fell into the {split} split; raise it"
+                " (copies of a text fall together)"
+            )
         super()._require(split)
 
     @property
