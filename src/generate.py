@@ -114,7 +114,7 @@ def read_prompt(path: str, tokenizer: Tokenizer) -> Tensor:
         if not file.is_file():
             raise UserError(f"{file} is not a file")
         if not size:
-            raise UserError(f"{file} is empty: leave prompt_file out to begin a document")
+            note(f"{file} is empty: a new document begins")
         return encode(read(Slice(file, 0, size)), tokenizer)
     except UserError as error:
         raise UserError(f"prompt_file: {error}") from error

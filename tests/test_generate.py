@@ -84,6 +84,7 @@ def test_several_prompts_each_give_what_they_give_alone(text_run, tmp_path, caps
     assert sorted(out) == sorted("".join(parts))
     assert all(part in out for part in parts)
     assert re.search(r"prompt: 124 tokens", err)
+    assert f"{tmp_path / 'empty.txt'} is empty: a new document begins" in err
 
 
 def test_numbers_at_the_end(text_run, capsys):

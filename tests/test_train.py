@@ -50,7 +50,8 @@ def test_run_folder(finished):
     files = {path.name.split(".vm")[0] for path in finished.iterdir()}
     events_file = next(name for name in files if name.startswith("events.out.tfevents"))
     assert files == {
-        "config.yaml", "manifest.json", "metrics.csv", "tokenizer.json", "checkpoints", events_file
+        "config.yaml", "manifest.json", "metrics.csv", "tokenizer.json", "tokenizer_config.json", "checkpoints",
+        events_file,
     }  # fmt: skip
     assert {path.name for path in (finished / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
 

@@ -43,10 +43,31 @@ def test_the_spelling_of_end_of_text_is_ordinary_text(tokenizer):
 def test_kept_with_a_run_and_pickled(tokenizer, prose, tmp_path):
     tokenizer.save(tmp_path)
     text = prose(300) + EOT
+    assert type(load_tokenizer(tmp_path)) is type(tokenizer)
     for other in (load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
         assert other.fingerprint == tokenizer.fingerprint
         assert (other.eot, other.vocab_size) == (tokenizer.eot, tokenizer.vocab_size)
         assert list(other.encode(text)) == list(tokenizer.encode(text))
+
+
+def test_a_run_keeps_the_files_of_a_hugging_face_folder(tokenizer, tmp_path, prose):
+    tokenizer.save(tmp_path)
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in (prose(300), "".join(map(chr, range(1, 0x800))), " \n\n a漢🙂 "):
+        ids = plain.encode(text, add_special_tokens=False).ids
+        assert ids == list(tokenizer.encode(text))
+        assert plain.decode(ids) == text
+    assert plain.token_to_id(EOT) == tokenizer.eot
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == EOT
+
+
+def test_the_end_of_text_of_a_run_is_the_one_that_was_chosen(tmp_path):
+    _foreign(tmp_path / "tokenizer.json", "<end>", True, "</s>")
+    chosen = find_tokenizer(str(tmp_path), eot="<end>")
+    chosen.save(tmp_path)
+    for again in (load_tokenizer(tmp_path), find_tokenizer(str(tmp_path)), find_tokenizer(str(tmp_path), eot="<end>")):
+        assert (again.eot_token, again.fingerprint) == ("<end>", chosen.fingerprint)
+    assert find_tokenizer(str(tmp_path), eot="</s>").eot_token == "</s>"
 
 
 def test_a_run_without_tokenizer_says_so(tmp_path):
@@ -77,11 +98,11 @@ def test_pieces_do_not_change_the_tokens(prose, seed):
             assert np.concatenate(tokenizer.encode_batch(parts)).tolist() == tokenizer.encode(text)
 
 
-def _foreign(path, eot: str, special: bool):
+def _foreign(path, eot: str, special: bool, *more: str):
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     core.add_tokens([tokenizers.AddedToken(eot, special=special)])
-    core.add_special_tokens(["[BOS]"])
+    core.add_special_tokens(["[BOS]", *more])
     core.post_processor = tokenizers.processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 4)])
     core.enable_truncation(2)
     core.save(str(path))

@@ -18,8 +18,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from src.data.common.hub import tokenizer_file
 from src.errors import UserError
+from src.files import write_json, write_text
 
 EOT = "<|endoftext|>"
+CONFIG = "tokenizer_config.json"
 USUAL_EOT = (EOT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 
@@ -52,9 +54,16 @@ class Tokenizer(ABC):
         """Identifies the mapping (16 hex digits)."""
         return hashlib.sha256(json.dumps(self._as_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
+    @abstractmethod
+    def _as_library(self) -> tuple[tokenizers.Tokenizer, str]:
+        """The same as an object of the `tokenizers` library, and its end-of-text token."""
+
     def save(self, run_dir: Path) -> None:
-        """Write <run_dir>/tokenizer.json, which `load_tokenizer` reads."""
-        Path(run_dir, "tokenizer.json").write_text(json.dumps(self._as_dict()), encoding="utf-8")
+        """Write what `load_tokenizer` reads and Hugging Face's libraries do: tokenizer.json, and beside it what ends
+        a text."""
+        core, eot = self._as_library()
+        write_json(Path(run_dir, CONFIG), {"eos_token": eot, "tokenizer_class": "PreTrainedTokenizerFast"})
+        write_text(Path(run_dir, "tokenizer.json"), core.to_str())
 
 
 class ByteTokenizer(Tokenizer):
@@ -75,6 +84,21 @@ class ByteTokenizer(Tokenizer):
 
     def _as_dict(self) -> dict[str, object]:
         return {"kind": "bytes"}
+
+    def _as_library(self) -> tuple[tokenizers.Tokenizer, str]:
+        core = tokenizers.Tokenizer(models.BPE({sign: byte for byte, sign in enumerate(_byte_signs())}, []))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.decoder = decoders.ByteLevel()
+        core.add_special_tokens([EOT])
+        return core, EOT
+
+
+def _byte_signs() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2): itself where it is printable
+    Latin-1, else the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 class SubwordTokenizer(Tokenizer):
@@ -104,6 +128,9 @@ class SubwordTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.core.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def _as_library(self) -> tuple[tokenizers.Tokenizer, str]:
+        return self.core, self.eot_token
 
     def _as_dict(self) -> dict[str, object]:
         return {"kind": "subword", "eot": self.eot_token, "tokenizer": json.loads(self.core.to_str())}
@@ -152,7 +179,9 @@ def find_tokenizer(name: str, eot: str | None = None) -> Tokenizer:
             raise UserError(
                 f"data.tokenizer={name}: {error} (allowed: bpe, bytes, a tokenizer.json, a Hub name){meant}"
             ) from error
-    return _read(path, eot, name)
+        # Alone: whether its folder has more depends on what else was downloaded.
+        return _read(path, eot, name)
+    return _read(path, eot or _eot_beside(path), name)
 
 
 def load_tokenizer(run_dir: Path) -> Tokenizer:
@@ -160,15 +189,26 @@ def load_tokenizer(run_dir: Path) -> Tokenizer:
     path = Path(run_dir, "tokenizer.json")
     if not path.is_file():
         raise UserError(f"{run_dir} keeps no tokenizer: it was not trained on text")
-    return _read(path, None, str(path))
+    return _read(path, _eot_beside(path), str(path))
+
+
+def _eot_beside(path: Path) -> str | None:
+    """The end-of-text token that a tokenizer_config.json in the folder of a tokenizer.json names."""
+    try:
+        token = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _read(path: Path, eot: str | None, origin: str) -> Tokenizer:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if "kind" in content:  # one of ours, from a run folder
+        if "kind" in content:  # from a run folder of before these had the library's files
             return _from_dict(content)
         core = tokenizers.Tokenizer.from_str(json.dumps(content))
+        if core.to_str() == ByteTokenizer()._as_library()[0].to_str():
+            return ByteTokenizer()
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception for a malformed file
