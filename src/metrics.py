@@ -147,10 +147,11 @@ def recall_matrix(rows: list[dict[str, Any]]) -> tuple[np.ndarray, list[int], li
     return matrix, lengths, pairs
 
 
-def recall_table(rows: list[dict[str, Any]]) -> str:
-    """Accuracy by sequence length (lines) and number of pairs (columns)."""
+def recall_table(rows: list[dict[str, Any]], trained_length: int | None = None) -> str:
+    """Accuracy by sequence length (lines) and number of pairs (columns); lengths beyond `trained_length` are marked."""
     matrix, lengths, pairs = recall_matrix(rows)
     lines = ["accuracy, mean over sequences", f"{'tokens / pairs':<14}" + "".join(f"{n:>8}" for n in pairs)]
     for length, line in zip(lengths, matrix, strict=True):
-        lines.append(f"{length:<14}" + "".join(f"{'' if np.isnan(a) else f'{a:.1%}':>8}" for a in line))
+        mark = "  beyond the trained length" if trained_length is not None and length > trained_length else ""
+        lines.append(f"{length:<14}" + "".join(f"{'' if np.isnan(a) else f'{a:.1%}':>8}" for a in line) + mark)
     return "\n".join(lines)

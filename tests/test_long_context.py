@@ -233,6 +233,45 @@ def test_mistakes_are_one_line(call, tmp_path, monkeypatch, results, more, messa
     assert message in err
 
 
+def test_evaluations_in_another_way_are_left_out_in_one_line_a_run(call, tmp_path, seed):
+    folders = [put(tmp_path / m, perplexity(m, 1), positions(m, 1)) for m in MIXERS]
+    plain = call(*folders)
+    ways = ["perplexity-test-max_tokens=8192", "positions-test-beyond=last", "positions-test-beyond=mean"]
+    for name in [*ways, "perplexity-val", "mqar-test", "lm_eval"]:  # the split and the tasks are a choice
+        (folders[0] / f"evaluation-{name}.json").write_text("{}")
+    status, out, err = call(*folders)
+    assert (status, out) == (0, plain[1])
+    only = "only evaluation-<task>-test.json is compared, without such options"
+    assert err == f"left out: {folders[0]}: {', '.join(ways)}: {only}\n"
+
+
+def test_a_run_without_anything_to_compare_is_said(call, tmp_path, seed):
+    folders = [put(tmp_path / name) for name in ("empty", "val", "other")]
+    (folders[1] / "evaluation-niah-val.json").write_text("{}")
+    (folders[2] / "evaluation-niah-test-beyond=mean.json").write_text("{}")
+    status, out, err = call(put(tmp_path / "a", perplexity("mamba2", 1)), *folders)
+    assert (status, list(columns(out))) == (0, ["mamba2"])
+    none, first = (
+        "no evaluation-<task>-test.json (tasks: perplexity, positions, niah)",
+        "run python -m src.evaluate with split=test",
+    )
+    assert err.splitlines() == [
+        f"left out: {folders[0]}: {none}: {first} first",
+        f"left out: {folders[1]}: {none}; there is evaluation-niah-val.json: give --split val, or {first}",
+        f"left out: {folders[2]}: {none}; there is only evaluation-niah-test-beyond=mean.json: {first} first",
+    ]
+
+
+@pytest.mark.parametrize(("there", "other"), [("val", "test"), ("test", "val")])
+def test_results_of_the_other_split_are_named(call, tmp_path, there, other):
+    (put(tmp_path / "a") / f"evaluation-perplexity-{there}.json").write_text("{}")
+    status, out, err = call(tmp_path / "a", "--split", other)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: no evaluation-<task>-{other}.json in these folders")
+    assert f"there is evaluation-perplexity-{there}.json: give --split {there}, or run" in err
+    assert err.endswith(f"with split={other}\n")
+
+
 def test_broken_file_is_one_line(call, tmp_path):
     (tmp_path / "evaluation-niah-test.json").write_text("{")
     status, _, err = call(tmp_path)

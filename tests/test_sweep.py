@@ -44,7 +44,7 @@ def test_every_line_has_its_device_and_its_log(write, tmp_path, monkeypatch):
     seen = {n: log(tmp_path, n).strip() for n in range(3, 8)}
     assert all(text.startswith(f"line {n}: <") for n, text in seen.items())
     assert {text.partition(": ")[2] for text in seen.values()} == {"<5>", "<GPU-ab>", "<>"}
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"{n}.log" for n in range(3, 8)}
+    assert {path.name for path in (tmp_path / "logs").glob("*.log")} == {f"{n}.log" for n in range(3, 8)}
 
 
 def test_not_more_than_per_device_at_a_time(write, tmp_path, seed):
@@ -66,6 +66,63 @@ def test_failing_lines_are_named_and_the_others_run(write, tmp_path, capsys):
     assert out.splitlines()[-1] == "2 failed: lines 2, 4"
     assert f"line 2 FAILED with status 3, see {tmp_path / 'logs' / '2.log'}" in out
     assert [log(tmp_path, n) for n in (1, 2, 4, 5)] == ["good\n", "bad\n", "", "last\n"]
+
+
+def counting(tmp_path: Path, name: str, then: str = "true") -> str:
+    """A command that notes each of its runs, see `runs_of`."""
+    return f"echo >> {tmp_path}/{name}; {then}"
+
+
+def runs_of(tmp_path: Path, *names: str) -> list[int]:
+    return [len((tmp_path / name).read_text().splitlines()) for name in names]
+
+
+def test_lines_that_are_done_are_skipped_and_failed_ones_are_not(write, tmp_path, capsys):
+    done, flaky = counting(tmp_path, "done"), counting(tmp_path, "flaky", f"test -e {tmp_path}/mended")
+    lines = ["# sizes", done, flaky]
+    assert sweep.sweep(write(*lines, devices=["cpu"])) == [3]
+    capsys.readouterr()
+    assert sweep.sweep(write(*lines, devices=["cpu"])) == [3]
+    assert runs_of(tmp_path, "done", "flaky") == [1, 2]
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"line 2 done before: {done[:90]}; again=true runs it once more"
+    assert not any(line.startswith("line 2") for line in out[1:])
+    (tmp_path / "mended").touch()
+    for _ in range(2):
+        assert sweep.sweep(write(*lines, devices=["cpu"])) == []
+    assert runs_of(tmp_path, "done", "flaky") == [1, 3]
+
+
+def test_a_changed_or_moved_line_runs(write, tmp_path):
+    a, b = counting(tmp_path, "a"), counting(tmp_path, "b")
+    sweep.sweep(write(a, b, devices=["cpu"]))
+    sweep.sweep(write(a, f"{b} ", "# the blank behind it is no change", devices=["cpu"]))
+    assert runs_of(tmp_path, "a", "b") == [1, 1]
+    sweep.sweep(write(a, f"{b} && true", devices=["cpu"]))
+    assert runs_of(tmp_path, "a", "b") == [1, 2]
+    sweep.sweep(write(b, a, devices=["cpu"]))  # the logs of its number are another command's
+    assert runs_of(tmp_path, "a", "b") == [2, 3]
+
+
+def test_again_runs_what_is_done_and_what_then_fails_is_not_done(write, tmp_path):
+    line = counting(tmp_path, "a", f"! test -e {tmp_path}/broken")
+    options = write(line, devices=["cpu"])
+    again = write(line, devices=["cpu"], again=True)
+    assert [sweep.sweep(options), sweep.sweep(again)] == [[], []]
+    assert runs_of(tmp_path, "a") == [2]
+    (tmp_path / "broken").touch()
+    assert sweep.sweep(again) == [1]
+    assert sweep.sweep(options) == [1]
+    assert runs_of(tmp_path, "a") == [4]
+
+
+def test_half_a_record_is_none(write, tmp_path):
+    options = write(counting(tmp_path, "a"), devices=["cpu"])
+    sweep.sweep(options)
+    [record] = (tmp_path / "logs").glob("*.done")
+    record.write_text(record.read_text()[:-1])
+    sweep.sweep(options)
+    assert runs_of(tmp_path, "a") == [2]
 
 
 def test_without_devices_it_takes_the_visible_gpus(monkeypatch):
@@ -136,6 +193,7 @@ def test_a_line_of_output_is_one_write(write, monkeypatch):
 def begin(options: SweepConfig, ready: Path, n: int) -> subprocess.Popen:
     """A sweep in a process of its own, once its commands have written `n` files to `ready`."""
     more = [f"file={options.file}", f"logs={options.logs}", "devices=[cpu]", f"per_device={options.per_device}"]
+    more += ["again=true"] * options.again
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.sweep", *more],
         cwd=ROOT,
@@ -180,7 +238,23 @@ def test_a_signal_ends_the_commands_and_begins_no_other(write, tmp_path, number,
     assert "stopped: ending 2 commands, 1 have not begun" in out
     assert not any(alive(pid) for pid in children)
     assert [log(tmp_path, n) for n in (1, 2)] == ["saved\n"] * 2
-    assert not (tmp_path / "logs" / "3.log").exists()
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"1.log", "2.log"}  # nothing is done
+
+
+def test_a_line_is_not_done_while_it_runs_again(write, tmp_path):
+    """Though it was before, and though the sweep is killed and can write nothing any more."""
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    slow = tmp_path / "slow"
+    options = write(f"test ! -e {slow} || {{ echo $$ > {ready}/a; exec sleep 60; }}", devices=["cpu"], again=True)
+    assert sweep.sweep(options) == []
+    slow.touch()
+    process = begin(options, ready, 1)
+    process.kill()
+    process.communicate(timeout=20)
+    os.kill(pids(ready)[0], signal.SIGKILL)
+    slow.unlink()
+    assert sweep.done_before(1, sweep.commands(Path(options.file))[0][1], tmp_path / "logs") is False
 
 
 def test_a_second_ctrl_c_kills(write, tmp_path):

@@ -3,7 +3,8 @@
 Reads what `python -m src.evaluate` has left in the run folders (task=perplexity, positions, niah) and groups runs by
 mixer. A number is the mean over the seeds, with the smallest and largest where there are several; a mixer with one
 seed is marked, since one seed claims nothing. Losses of other data or tokens are not compared; a warning says where
-runs were trained or measured in another way.
+runs were trained or measured in another way. Only `evaluation-<task>-<split>.json` is compared: a line for each run
+says which other evaluations of the split (with `max_tokens=` or `beyond=`, say) are left out, or that it has none.
 """
 
 import argparse
@@ -40,6 +41,9 @@ def main() -> int:
         for option, file in (("--csv", options.csv), ("--figure", options.figure)):
             if file is not None:
                 check_output(option, file)
+        for folder in options.runs:
+            if what := left_out(folder, options.split):
+                sys.stderr.write(f"left out: {what}\n")
         if differing := differences(found):
             sys.stderr.write(f"warning: not the same for all runs: {'; '.join(differing)}\n")
         print(tables(found))
@@ -65,9 +69,9 @@ def load(folders: Iterable[Path], split: str) -> list[dict[str, Any]]:
     ]
     found = [read(path) for path in paths]
     if not found:
+        names = sorted({name for folder in folders for name in evaluations(folder)})
         raise UserError(
-            f"no evaluation-<task>-{split}.json in these folders (tasks: {', '.join(TASKS)}):"
-            " run python -m src.evaluate first"
+            f"no evaluation-<task>-{split}.json in these folders (tasks: {', '.join(TASKS)}){instead(names, split)}"
         )
     seen: dict[tuple, Path] = {}
     for result, path in zip(found, paths, strict=True):
@@ -76,6 +80,32 @@ def load(folders: Iterable[Path], split: str) -> list[dict[str, Any]]:
             raise UserError(f"{path} and {seen[key]} are of the same mixer, task and seed: give one of the two")
         seen[key] = path
     return found
+
+
+def evaluations(folder: Path) -> list[str]:
+    """What the files are called that `python -m src.evaluate` has left there, as `niah-test`."""
+    return [path.stem.removeprefix("evaluation-") for path in sorted(folder.glob("evaluation-*.json"))]
+
+
+def left_out(folder: Path, split: str) -> str | None:
+    """Which evaluations of that split in the folder are not compared, or that there is none to compare, and why."""
+    names, own = evaluations(folder), [f"{task}-{split}" for task in TASKS]
+    if not set(own) & set(names):
+        return f"{folder}: no evaluation-<task>-{split}.json (tasks: {', '.join(TASKS)}){instead(names, split)}"
+    others = [name for name in names if name.startswith(tuple(f"{name}-" for name in own))]
+    if not others:
+        return None
+    return f"{folder}: {', '.join(others)}: only evaluation-<task>-{split}.json is compared, without such options"
+
+
+def instead(names: Iterable[str], split: str) -> str:
+    """What to do without any evaluation of the split, where there are those of these names."""
+    other = "val" if split == "test" else "test"
+    usable = [name for name in names if name in {f"{task}-{other}" for task in TASKS}]
+    there = ", ".join(f"evaluation-{name}.json" for name in usable or names)
+    if usable:
+        return f"; there is {there}: give --split {other}, or run python -m src.evaluate with split={split}"
+    return f"{f'; there is only {there}' if there else ''}: run python -m src.evaluate with split={split} first"
 
 
 def read(path: Path) -> dict[str, Any]:

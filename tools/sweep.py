@@ -4,6 +4,9 @@ The file has one shell command a line (`a && b` for steps that need each other; 
 GPU by CUDA_VISIBLE_DEVICES as soon as a place on one is free, so runs of the file never share a process. What a command
 prints goes to `<logs>/<line number>.log`. Without a GPU, `devices=[cpu]` takes `per_device` places of the machine.
 
+Started again, it skips the lines that have ended with status 0, whose command `<logs>/<line number>.done` holds; a line
+that has failed or was stopped, or that now has another command, runs. `again=true`, or no such file, runs it once more.
+
 Ctrl-C is passed on to the commands, and so is SIGTERM (at which a training saves a checkpoint); nothing new begins,
 and the exit status is 130 or 143. A second one kills them.
 """
@@ -22,6 +25,7 @@ import torch
 
 from src import config
 from src.errors import UserError
+from src.files import write_text
 
 POLL = 0.1  # seconds
 # bash waits for the step that runs, whatever that one makes of the signal, and begins no other.
@@ -39,7 +43,9 @@ class SweepConfig:
     per_device: int = 1
     """Commands at a time on each device."""
     logs: str = "runs/sweep"
-    """Folder of the logs."""
+    """Folder of the logs, and of what is done."""
+    again: bool = False
+    """Run every line; false: not those that an earlier call with these logs has done."""
 
     def __post_init__(self) -> None:
         if self.per_device < 1:
@@ -58,6 +64,7 @@ class Job:
     """A line of the file that runs."""
 
     number: int
+    command: str
     device: str
     log: Path
     begin: float
@@ -65,7 +72,10 @@ class Job:
 
 
 def sweep(options: SweepConfig) -> list[int]:
-    """Runs every line; the numbers of those that failed, whose logs say why. A signal ends it by SystemExit."""
+    """Runs the lines that are not done; the numbers of those that failed, whose logs say why.
+
+    A signal ends it by SystemExit.
+    """
     waiting = commands(Path(options.file))
     check_devices(options.devices)
     free = (options.devices or all_devices()) * options.per_device
@@ -80,6 +90,8 @@ def sweep(options: SweepConfig) -> list[int]:
     failed: list[int] = []
     with caught_signals() as caught:
         try:
+            if not options.again:
+                waiting = [(number, command) for number, command in waiting if not done_before(number, command, logs)]
             while (waiting or running) and not caught:
                 while waiting and free and not caught:
                     running.append(start(*waiting.pop(0), free.pop(0), logs))
@@ -103,6 +115,8 @@ def start(number: int, command: str, device: str, logs: Path) -> Job:
     """A process group of its own: a signal is passed on once, by this process, whoever sent it."""
     say(f"line {number} on {device}: {command[:90]}")
     log = logs / f"{number}.log"
+    # From here on it is not done, whatever becomes of this process.
+    done_file(logs, number).unlink(missing_ok=True)
     with log.open("w") as out:
         process = subprocess.Popen(
             ["bash", "-c", TRAPS + command],
@@ -112,15 +126,31 @@ def start(number: int, command: str, device: str, logs: Path) -> Job:
             stderr=subprocess.STDOUT,
             process_group=0,
         )
-    return Job(number, device, log, time.monotonic(), process)
+    return Job(number, command, device, log, time.monotonic(), process)
 
 
 def report(job: Job) -> bool:
-    """Says how a line has ended; whether it failed."""
+    """Says how a line has ended, and writes it down if it is done; whether it failed."""
     status = job.process.returncode
+    if status == 0:
+        write_text(done_file(job.log.parent, job.number), job.command)
     how = "done" if status == 0 else f"FAILED with status {status}, see {job.log}"
     say(f"line {job.number} {how} ({time.monotonic() - job.begin:.0f} s)")
     return status != 0
+
+
+def done_before(number: int, command: str, logs: Path) -> bool:
+    """Says so of a line that needs not run: this very command has ended with status 0 as this line."""
+    file = done_file(logs, number)
+    if not file.is_file() or file.read_bytes() != command.encode():
+        return False
+    say(f"line {number} done before: {command[:90]}; again=true runs it once more")
+    return True
+
+
+def done_file(logs: Path, number: int) -> Path:
+    """Holds the command of a line that is done."""
+    return logs / f"{number}.done"
 
 
 def say(line: str) -> None:

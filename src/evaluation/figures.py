@@ -1,11 +1,12 @@
 """Plain figures without a display: `Figure` of Matplotlib itself, none of pyplot's global state."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 RANGE = 0.02  # least height of an axis of losses, in nats
 PAGE = 13  # inches: maps side by side
@@ -21,14 +22,15 @@ def curves(
     trained_length: int | None = None,
     errors: Mapping[str, Sequence[float]] | None = None,
 ) -> Figure:
-    """Lines over a logarithmic axis of tokens, with bands of ± `errors`; a dashed line where training ended."""
+    """Lines over a logarithmic axis of tokens, with bands of ± `errors`, standard ones; dashed where training ended."""
     figure = Figure(figsize=(6.4, 4))
     axes = figure.subplots()
     for name, (places, values) in series.items():
         axes.plot(places, values, label=name, marker="o", markersize=4)
         if errors is not None:
             low, high = np.subtract(values, errors[name]), np.add(values, errors[name])
-            axes.fill_between(places, low, high, alpha=0.2, linewidth=0)
+            seen = not np.isnan(errors[name]).all()  # of a single window there is none
+            axes.fill_between(places, low, high, alpha=0.2, linewidth=0, label="± 1 standard error" if seen else None)
     axes.set_xscale("log", base=2)
     axes.ticklabel_format(axis="y", useOffset=False)
     low, high = axes.get_ylim()
@@ -43,7 +45,7 @@ def curves(
             axes.annotate("trained", (trained_length, 1), va="top", color="grey", fontsize=8, **place)
     axes.set(xlabel=x, ylabel=y, title=title)
     axes.grid(alpha=0.3)
-    if len(series) > 1:
+    if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(fontsize=8)
     return figure
 
@@ -61,11 +63,14 @@ def heat_maps(
     x: str,
     y: str,
     title: str,
+    share: str,
     trained_columns: int | None = None,
+    trained_rows: int | None = None,
 ) -> Figure:
     """Maps side by side, each under its name, of the same rows and columns: `[rows, columns]` shares from 0 to 1.
 
-    Cells are coloured, with their number; NaN stays empty. A line behind the trained columns.
+    Cells are coloured, with their number; the colour bar says what they are a `share` of. NaN stays empty. A line
+    behind the trained columns or rows, unless these are all or none; a note below says what is drawn of the two.
     """
     width, height = 0.6 + 0.75 * len(columns), 0.6 + 0.36 * len(rows)
     across = min(len(maps), max(1, int(PAGE / width)))
@@ -81,23 +86,35 @@ def heat_maps(
             if not np.isnan(value):
                 colour = "white" if value < 0.15 or value > 0.85 else "black"  # the ends of the scale are dark
                 axes.text(j, i, f"{value:.0%}", ha="center", va="center", fontsize=8, color=colour)
-        if trained_columns is not None and 0 < trained_columns < len(columns):
-            axes.axvline(trained_columns - 0.5, color="black", linestyle="--", linewidth=1.5)
+        for draw_line, trained, of in ((axes.axvline, trained_columns, columns), (axes.axhline, trained_rows, rows)):
+            if trained is not None and 0 < trained < len(of):
+                draw_line(trained - 0.5, color="black", linestyle="--", linewidth=1.5)
         axes.set_title(name, fontsize=9)
     for axes in grid.flat[len(maps) :]:
         axes.remove()
     for axes in grid.flat[max(0, len(maps) - across) : len(maps)]:
         axes.tick_params(labelbottom=True)  # also above a place that has no map
-    figure.supxlabel(_wrapped(x, size[0], 10), fontsize=10)
+    notes = ["(dashed: the trained length)"] if grid[0, 0].lines else []
+    if any(np.isnan(cells).any() for cells in maps.values()):
+        notes.append("(empty: not measured)")
+    figure.supxlabel(_wrapped("\n".join([x, *notes]), size[0], 10), fontsize=10)
     figure.supylabel(y, fontsize=10)
     figure.suptitle(_wrapped(title, size[0], 11), fontsize=11)
-    figure.colorbar(image, ax=grid.ravel().tolist()[: len(maps)])
+    figure.colorbar(image, ax=grid.ravel().tolist()[: len(maps)], label=share, format=PercentFormatter(1))
     return figure
+
+
+def sample(split: str, examples: Iterable[int]) -> str:
+    """What the cells of a map were measured on: the split, and how many examples each has."""
+    least, most = min(examples), max(examples)
+    count = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return f"{split}, {count} {'example' if most == 1 else 'examples'} a cell"
 
 
 def _wrapped(text: str, inches: float, points: float) -> str:
     """The text in lines that are no wider than a figure of so many inches."""
-    return textwrap.fill(text, max(1, int(inches * 72 / (0.68 * points))))  # a wide character on average
+    width = max(1, int(inches * 72 / (0.68 * points)))  # a wide character on average
+    return "\n".join(textwrap.fill(line, width) for line in text.splitlines())
 
 
 def _label(value: object) -> str:

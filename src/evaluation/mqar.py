@@ -19,20 +19,39 @@ def evaluate(trained: Trained) -> Report:
     if trained.run.data.name != "mqar" or options.data.get("name", "mqar") != "mqar":
         raise UserError(f"task=mqar: run {trained.run_dir.name} was trained on data={trained.run.data.name}, not mqar")
     data = trained.data()
+    length = trained_length(trained)
     own = data.kinds[options.split]
     kinds = cells(own, options.lengths, options.examples or EXAMPLES, data.vocab_size)
     data = trained.data(**{options.split: [str(kind) for kind in kinds]})
     sums = measure(trained, data)
     rows = recall_rows(sums)
     matrix, lengths, pairs = recall_matrix(rows)
+    sample = figures.sample(options.split, [row["sequences"] for row in rows])
     return Report(
         values={**accuracies(sums), "recall": rows, "data": facts(data)},
-        table=recall_table(rows),
+        table=recall_table(rows, length),
         scalars=accuracies(sums),
         figure=figures.heat_map(
-            matrix, columns=pairs, rows=lengths, x="pairs", y="tokens", title=f"{trained.run_dir.name}: recall"
+            matrix,
+            columns=pairs,
+            rows=lengths,
+            x="pairs",
+            y="length, tokens",
+            title=f"{trained.run_dir.name}: recall by length and pairs\n{sample}",
+            share="accuracy",
+            trained_rows=sum(t <= length for t in lengths),
         ),
     )
+
+
+def trained_length(trained: Trained) -> int:
+    """Of the longest training example, of this run or of the one that it started from.
+
+    The model's own length will not do: it covers the validation examples, which are often longer.
+    """
+    own, inside = MQAR(trained.run.data), trained.model.max_seq_len
+    longest = max(kind.seq_len for kind in own.kinds["train"])
+    return inside if inside > own.max_seq_len else longest
 
 
 def cells(own: list[Kind], lengths: list[int], examples: int, vocab_size: int) -> list[Kind]:

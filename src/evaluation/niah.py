@@ -186,6 +186,7 @@ def _data(trained: Trained) -> Niah:
 
 def _figure(rows: list[dict[str, Any]], tasks: list[str], lengths: list[int], depths: list[float], trained: Trained):
     """A heat map for each task: depth (lines) by length (columns)."""
+    sample = figures.sample(trained.options.split, [row["examples"] for row in rows])
     found = {
         task: np.array([[_mean(rows, "found", task=task, length=t, depth=depth) for t in lengths] for depth in depths])
         for task in tasks
@@ -194,8 +195,9 @@ def _figure(rows: list[dict[str, Any]], tasks: list[str], lengths: list[int], de
         found,
         columns=lengths,
         rows=[f"{d:.0%}" for d in depths],
-        x="length, tokens (dashed: where training ended)",
+        x="length, tokens",
         y="depth",
-        title=f"{trained.run_dir.name}: needles found",
+        title=f"{trained.run_dir.name}: needles found\n{sample}",
+        share="needles found",
         trained_columns=sum(length <= trained.trained_length for length in lengths),
     )

@@ -44,10 +44,12 @@ def evaluate(trained: Trained) -> Report:
     ]
     middles = [(a * b) ** 0.5 if a else b / 2 for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
     inside = [row for row in rows if row["end"] <= trained.trained_length]
-    name = f"{trained.run_dir.name}, {len(begins)} windows of {length:,} tokens of {options.split}"
+    number = f"{len(begins):,} window" + "s" * (len(begins) != 1)
+    sample = f"{number} of {length:,} tokens of {options.split}"
     return Report(
         values={"length": length, "windows": len(begins), "positions": rows, "data": facts(data)},
-        table=table(rows, trained.trained_length),
+        table=f"loss in nats a token: mean and standard error over {sample} ({len(begins) * length:,} in all)\n"
+        + table(rows, trained.trained_length),
         scalars={"last_trained_bucket": (inside or rows)[-1]["loss"], "last_bucket": rows[-1]["loss"]},
         curve={f"loss_{length}": [(int(m), row["loss"]) for m, row in zip(middles, rows, strict=True)]},
         figure=figures.curves(
@@ -55,7 +57,7 @@ def evaluate(trained: Trained) -> Report:
             errors={trained.run_dir.name: error.tolist()},
             x="position, tokens",
             y="loss, nats a token",
-            title=name,
+            title=f"{trained.run_dir.name}, {sample}",
             trained_length=trained.trained_length,
         ),
     )

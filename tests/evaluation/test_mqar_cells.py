@@ -8,8 +8,8 @@ from src.config import run_cli
 from src.data.mqar import Kind
 from src.errors import UserError
 from src.evaluate import main
-from src.evaluation import EvaluateConfig
-from src.evaluation.mqar import cells
+from src.evaluation import EvaluateConfig, open_run
+from src.evaluation.mqar import cells, evaluate, trained_length
 from src.metrics import recall_table
 from tests.training import rows, run
 
@@ -29,13 +29,33 @@ def test_cells_of_training_and_beyond(recall_run, capsys):
     sizes = {(row["seq_len"], row["n_pairs"]): row["sequences"] for row in saved["recall"]}
     own = {(16, 2): 8, (16, 4): 8, (32, 4): 8}
     assert sizes == own | {(64, 4): 12, (64, 8): 12, (128, 4): 12, (256, 4): 12}  # 16 and 32 pairs need more keys
-    assert recall_table(saved["recall"]) in out
+    assert recall_table(saved["recall"], 16) in out  # trained on 16; validation's 32 are beyond that
     assert (recall_run / "evaluation-mqar-val.png").stat().st_size > 1000
     last = rows(recall_run)[-1]
     for row in saved["recall"]:
         if (row["seq_len"], row["n_pairs"]) in own:  # the same examples as the last validation of training
             logged = float(last[f"val/accuracy/{row['seq_len']}x{row['n_pairs']}"])
             assert row["accuracy"] == pytest.approx(logged, abs=1e-6)
+
+
+def test_the_figure_says_what_it_shows(recall_run):
+    figure = evaluate(open_run(EvaluateConfig(run=str(recall_run), device="cpu", examples=12))).figure
+    assert figure._suptitle.get_text().splitlines() == [
+        "recall: recall by length and pairs",
+        "val, 8 to 12 examples a cell",
+    ]
+    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[0.5, 0.5]]
+    assert figure._supxlabel.get_text() == "pairs\n(dashed: the trained length)\n(empty: not measured)"
+    assert figure.axes[1].get_ylabel() == "accuracy"
+
+
+def test_the_trained_length_is_that_of_training_examples(recall_run, tmp_path):
+    assert trained_length(open_run(EvaluateConfig(run=str(recall_run), device="cpu"))) == 16
+    shorter = run(
+        tmp_path, "run.name=b", f"init_from={recall_run}", "data=mqar", "data.seq_len=8", "data.n_pairs=2",
+        "data.examples=64", "data.vocab_size=32", "trainer.max_steps=1",
+    )  # fmt: skip
+    assert trained_length(open_run(EvaluateConfig(run=str(shorter), device="cpu"))) == 32  # the model's own
 
 
 def test_lengths_that_are_asked_for():
@@ -51,3 +71,4 @@ def test_table():
     assert [line.split() for line in table.splitlines()[1:]] == [
         ["tokens", "/", "pairs", "4", "8"], ["64", "50.0%", "25.0%"], ["128", "100.0%"]
     ]  # fmt: skip
+    assert "beyond" not in table

@@ -11,6 +11,7 @@ from src.errors import UserError
 from src.evaluate import evaluate, main
 from src.evaluation import EvaluateConfig, open_run
 from src.evaluation.niah import _data, forced, greedy
+from src.evaluation.niah import evaluate as measure
 from src.model import LanguageModel, ModelConfig
 from src.pieces import prefill
 from src.registry import MIXERS, build_options
@@ -70,6 +71,15 @@ def test_table_figure_and_file(needle_run, capsys):
     assert (needle_run / "evaluation-niah-test.png").stat().st_size > 1000
     assert all(abs(row["mean_depth"] - row["depth"]) < 0.2 for row in saved["cells"])
     assert saved["haystack_tokens"] == _data(_opened(needle_run)).haystack_tokens("test")
+
+
+def test_the_figure_says_what_it_shows(needle_run):
+    """Where all lengths are within the trained one, there is no line, and no word of one."""
+    for lengths, note in (([512], ""), ([512, 600], "\n(dashed: the trained length)")):
+        figure = measure(_opened(needle_run, lengths=lengths, examples=1, depths=1)).figure
+        assert figure._suptitle.get_text().splitlines() == ["needles: needles found", "val, 1 example a cell"]
+        assert figure._supxlabel.get_text() == f"length, tokens{note}"
+        assert figure.axes[-1].get_ylabel() == "needles found"
 
 
 def _opened(run_dir, **options):

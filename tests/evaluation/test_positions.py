@@ -12,6 +12,7 @@ from src.data.common.packing import Stream
 from src.evaluate import evaluate, main
 from src.evaluation import EvaluateConfig, open_run
 from src.evaluation.positions import buckets, windows
+from src.evaluation.positions import evaluate as positions
 from tests.training import run
 
 MIXERS = ("softmax", "mamba2", "loglinear_mamba2", "gated_deltanet", "loglinear_gdn")
@@ -45,7 +46,10 @@ def test_loss_by_position(long_run, capsys):
     run_cli(main, EvaluateConfig, [f"run={long_run}", "task=positions", "split=test", "device=cpu"])
     saved = json.loads((long_run / "evaluation-positions-test.json").read_text())
     assert saved["length"] == 8 * 16
-    assert "beyond the trained length" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    n = saved["windows"]
+    assert "beyond the trained length" in out
+    assert f"loss in nats a token: mean and standard error over {n} windows of 128 tokens of test ({128 * n:,} " in out
     assert (long_run / "evaluation-positions-test.png").stat().st_size > 1000
 
     trained = open_run(EvaluateConfig(run=str(long_run), device="cpu"))
@@ -65,6 +69,14 @@ def test_loss_by_position(long_run, capsys):
     events = EventAccumulator(str(long_run)).Reload()
     assert len(events.Scalars("positions-test/loss_128")) == len(saved["positions"])
     assert "positions-test" in events.Tags()["images"]
+
+
+def test_one_window_is_no_windows(long_run):
+    options = {"run": str(long_run), "device": "cpu", "task": "positions", "split": "test", "lengths": [64]}
+    for tokens, said in ((64, "1 window of"), (128, "2 windows of")):
+        report = positions(open_run(EvaluateConfig(max_tokens=tokens, **options)))
+        assert report.figure.axes[0].get_title() == f"long, {said} 64 tokens of test"
+        assert f"over {said} 64 tokens of test ({tokens} in all)" in report.table
 
 
 def test_several_lengths_see_the_same_tokens(long_run):
