@@ -142,7 +142,6 @@ def test_mistakes_are_one_line(text_run, capsys, wrong):
     [
         (None, "No such file"),
         (b"abc\xff", "not UTF-8 (byte 3): convert it"),
-        (b"", "is empty"),
         ("folder", "is not a file"),
     ],
 )

@@ -104,9 +104,14 @@ class DataModule(LightningDataModule):
     # What a subclass may override
 
     @property
-    def max_seq_len(self) -> int:
-        """The longest row of any split, in tokens."""
+    def longest(self) -> int:
+        """Tokens of the longest training example. Known from the options alone."""
         return self.config.seq_len
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that a training step can have behind it, for which mixers have level scales. After setup()."""
+        return self.longest
 
     def eval_batches(self, split: Split, batch_size: int) -> list[Sequence[int]]:
         """The samples of each evaluation batch, in order, over all ranks."""

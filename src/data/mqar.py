@@ -115,9 +115,8 @@ class MQAR(DataModule):
             )
 
     @property
-    def max_seq_len(self) -> int:
-        """The longest kind's length, evaluation included."""
-        return max(kind.seq_len for kinds in self.kinds.values() for kind in kinds)
+    def longest(self) -> int:
+        return max(kind.seq_len for kind in self.kinds["train"])
 
     @property
     def steps_per_epoch(self) -> int:

@@ -107,8 +107,8 @@ class Niah(DataModule):
     _maker: ExampleMaker | None = None
 
     @property
-    def max_seq_len(self) -> int:
-        return max(self.config.seq_len, *(max(lengths) for lengths in self.lengths.values()))
+    def longest(self) -> int:
+        return max(self.lengths["train"])
 
     # Preparation
 

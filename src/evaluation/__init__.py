@@ -12,6 +12,7 @@ and its name in `TASKS`.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -125,10 +126,13 @@ class Trained:
     def model(self) -> LanguageModel:
         return self.module.model
 
-    @property
+    @cached_property
     def trained_length(self) -> int:
-        """Tokens of the longest training row, of this run or of the one that it started from."""
-        return max(self.model.max_seq_len, self.run.data.seq_len)
+        """Tokens of the longest training example, of this run or of the one that it started from."""
+        own = DATA.get(self.run.data.name)(self.run.data).longest
+        if self.run.model.max_seq_len is not None and not self.run.init_from:
+            return own  # a number that the user gave makes level scales, and trains none
+        return max(own, self.model.max_seq_len)
 
     @property
     def piece(self) -> int:

@@ -19,7 +19,6 @@ def evaluate(trained: Trained) -> Report:
     if trained.run.data.name != "mqar" or options.data.get("name", "mqar") != "mqar":
         raise UserError(f"task=mqar: run {trained.run_dir.name} was trained on data={trained.run.data.name}, not mqar")
     data = trained.data()
-    length = trained_length(trained)
     own = data.kinds[options.split]
     kinds = cells(own, options.lengths, options.examples or EXAMPLES, data.vocab_size)
     data = trained.data(**{options.split: [str(kind) for kind in kinds]})
@@ -29,7 +28,7 @@ def evaluate(trained: Trained) -> Report:
     sample = figures.sample(options.split, [row["sequences"] for row in rows])
     return Report(
         values={**accuracies(sums), "recall": rows, "data": facts(data)},
-        table=recall_table(rows, length),
+        table=recall_table(rows, trained.trained_length),
         scalars=accuracies(sums),
         figure=figures.heat_map(
             matrix,
@@ -39,19 +38,9 @@ def evaluate(trained: Trained) -> Report:
             y="length, tokens",
             title=f"{trained.run_dir.name}: recall by length and pairs\n{sample}",
             share="accuracy",
-            trained_rows=sum(t <= length for t in lengths),
+            trained_rows=sum(t <= trained.trained_length for t in lengths),
         ),
     )
-
-
-def trained_length(trained: Trained) -> int:
-    """Of the longest training example, of this run or of the one that it started from.
-
-    The model's own length will not do: it covers the validation examples, which are often longer.
-    """
-    own, inside = MQAR(trained.run.data), trained.model.max_seq_len
-    longest = max(kind.seq_len for kind in own.kinds["train"])
-    return inside if inside > own.max_seq_len else longest
 
 
 def cells(own: list[Kind], lengths: list[int], examples: int, vocab_size: int) -> list[Kind]:

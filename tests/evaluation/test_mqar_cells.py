@@ -9,7 +9,7 @@ from src.data.mqar import Kind
 from src.errors import UserError
 from src.evaluate import main
 from src.evaluation import EvaluateConfig, open_run
-from src.evaluation.mqar import cells, evaluate, trained_length
+from src.evaluation.mqar import cells, evaluate
 from src.metrics import recall_table
 from tests.training import rows, run
 
@@ -50,12 +50,15 @@ def test_the_figure_says_what_it_shows(recall_run):
 
 
 def test_the_trained_length_is_that_of_training_examples(recall_run, tmp_path):
-    assert trained_length(open_run(EvaluateConfig(run=str(recall_run), device="cpu"))) == 16
-    shorter = run(
-        tmp_path, "run.name=b", f"init_from={recall_run}", "data=mqar", "data.seq_len=8", "data.n_pairs=2",
-        "data.examples=64", "data.vocab_size=32", "trainer.max_steps=1",
-    )  # fmt: skip
-    assert trained_length(open_run(EvaluateConfig(run=str(shorter), device="cpu"))) == 32  # the model's own
+    def trained_length(run_dir) -> int:
+        return open_run(EvaluateConfig(run=str(run_dir), device="cpu")).trained_length
+
+    assert trained_length(recall_run) == 16  # validated at 32
+    short = ["data=mqar", "data.seq_len=8", "data.n_pairs=2", "data.examples=64", "data.vocab_size=32"]
+    further = run(tmp_path, "run.name=b", f"init_from={recall_run}", *short, "trainer.max_steps=1")
+    assert trained_length(further) == 16  # the model's own
+    room = run(tmp_path, "run.name=c", "model.max_seq_len=64", *short, "trainer.max_steps=1")
+    assert trained_length(room) == 8
 
 
 def test_lengths_that_are_asked_for():
