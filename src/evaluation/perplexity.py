@@ -34,7 +34,7 @@ def evaluate(trained: Trained) -> Report:
             {trained.run_dir.name: ([row["length"] for row in found], [row["loss"] for row in found])},
             x="row length, tokens",
             y="loss, nats a token",
-            title=f"{trained.run_dir.name}, {trained.options.split}",
+            title=f"{trained.run_dir.name}, {first['tokens']:,} tokens of {trained.options.split}",
             trained_length=trained.trained_length,
         )
     return report
