@@ -217,10 +217,15 @@ def test_signal_handlers_are_put_back(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_before_training_ends_in_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, signum, status):
     before = signal.getsignal(signal.SIGTERM)
-    with monkeypatch.context() as patch:
-        patch.setattr(LanguageModule, "configure_model", lambda self: os.kill(os.getpid(), signum))
-        with pytest.raises(SystemExit) as end:
-            run_cli(main, Config, options(tmp_path, "run.name=a"))
+    # A shell's background processes ignore Ctrl-C, and these tests may be one.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(LanguageModule, "configure_model", lambda self: os.kill(os.getpid(), signum))
+            with pytest.raises(SystemExit) as end:
+                run_cli(main, Config, options(tmp_path, "run.name=a"))
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert end.value.code == status
     name = signal.Signals(signum).name
     assert (
