@@ -6,7 +6,7 @@ from inspect import signature
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from src.ops.checks import (
     check_cu_seqlens,
@@ -114,7 +114,7 @@ def _slices(cu_seqlens: Tensor) -> list[slice]:
 
 # One opaque operator, so that the loop over documents, whose number of steps depends on the data, neither breaks
 # a compiled graph nor is unrolled into one.
-@torch.library.custom_op("loglinear::attention_by_document", mutates_args=())
+@library.custom_op("loglinear::attention_by_document", mutates_args=())
 def attention_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     o = q.new_zeros(*q.shape[:3], v.shape[-1])
     for part in _slices(cu_seqlens):
@@ -132,7 +132,7 @@ BLOCK = 512
 """Queries whose scores stand in memory at once in the backward pass below."""
 
 
-@torch.library.custom_op("loglinear::attention_by_document_backward", mutates_args=())
+@library.custom_op("loglinear::attention_by_document_backward", mutates_args=())
 def attention_by_document_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 from src.ops import AttentionState, softmax_attention
 from tests.ops.helpers import assert_close, assert_same_with_gradients
@@ -90,7 +91,7 @@ def test_packed_compiles_whole(seed: int) -> None:
 
 def test_custom_operator_keeps_its_promises() -> None:
     given = [x.detach().requires_grad_() for x in arguments(12, B=1).values()]
-    torch.library.opcheck(torch.ops.loglinear.attention_by_document.default, (*given, torch.tensor([0, 4, 4, 12])))
+    library.opcheck(torch.ops.loglinear.attention_by_document.default, (*given, torch.tensor([0, 4, 4, 12])))
 
 
 @pytest.mark.parametrize("packed", [False, True])

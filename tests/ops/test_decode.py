@@ -5,7 +5,7 @@ Without a GPU they run in Triton's interpreter, at some milliseconds a program: 
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from src import ops
 from src.ops.kernels import decode, decode_delta
@@ -280,7 +280,7 @@ def test_registered_operators(family: str, seed: int) -> None:
     else:
         held = [state.levels, *(getattr(state, name) for name in buffers(state)), state.positions, state.clocks]
     given = [y for y in x.values() if y is not None]
-    torch.library.opcheck(getattr(module, f"{family}_step_"), (*given, *held, SCALE))
+    library.opcheck(getattr(module, f"{family}_step_"), (*given, *held, SCALE))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from src.ops.kernels.delta.ops import delta_backward, delta_forward
 from src.ops.kernels.ssd import documents_of, ssd_backward, ssd_forward
@@ -51,11 +51,11 @@ def apart(x: Tensor) -> Tensor:
 def test_registered_operators(family: str, packed: bool, seed: int) -> None:
     """Schema, autograd, stand-ins, and tracing with dynamic shapes."""
     forward, backward = (delta_forward, delta_backward) if family in DELTA else (ssd_forward, ssd_backward)
-    torch.library.opcheck(forward, (*registered(family, packed, True), 2 if packed else -1))
+    library.opcheck(forward, (*registered(family, packed, True), 2 if packed else -1))
     arguments = registered(family, packed, False)
     with torch.no_grad():
         o, levels = forward(*arguments, 2 if packed else -1)
-    torch.library.opcheck(backward, (o, levels if packed else None, *arguments))
+    library.opcheck(backward, (o, levels if packed else None, *arguments))
 
 
 @pytest.mark.parametrize("pair", [0], indirect=True)

@@ -33,7 +33,7 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, library
 
 from src.ops.fenwick import CHUNK_BITS, CHUNK_LEVELS, CHUNK_SIZE
 from src.ops.state import LinearState, LogLinearState
@@ -301,13 +301,13 @@ def returned(new: LinearState | LogLinearState, state: LinearState | LogLinearSt
     return replace(new, in_place=False, **({} if isinstance(new, LinearState) else {"clocks": None}))
 
 
-@torch.library.custom_op("loglinear::ssd_step_", mutates_args=("memory", "positions"))
+@library.custom_op("loglinear::ssd_step_", mutates_args=("memory", "positions"))
 def ssd_step_(q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor, positions: Tensor, scale: float) -> Tensor:
     """:func:`step` on the tensors of a linear state, which it overwrites."""
     return launch_step(_linear, (q, k, v, g), (memory, positions), (), scale)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "loglinear::loglinear_ssd_step_",
     mutates_args=("levels", "k_buffer", "v_buffer", "g_buffer", "positions", "clocks"),
 )

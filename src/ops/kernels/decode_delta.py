@@ -24,10 +24,9 @@ binary increment of ``c`` with ``z`` trailing ones, then the chunk's transition,
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, library
 
 from src.ops.kernels.decode import (
     CHUNK,
@@ -315,7 +314,7 @@ def step_delta(
     return o, returned(new, state)
 
 
-@torch.library.custom_op("loglinear::gated_delta_rule_step_", mutates_args=("memory", "positions"))
+@library.custom_op("loglinear::gated_delta_rule_step_", mutates_args=("memory", "positions"))
 def gated_delta_rule_step_(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
@@ -323,7 +322,7 @@ def gated_delta_rule_step_(
     return launch_step(_linear, (q, k, v, g, beta), (memory, positions), (), scale)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "loglinear::loglinear_gated_delta_rule_step_",
     mutates_args=("levels", "k_buffer", "v_buffer", "g_buffer", "beta_buffer", "positions", "clocks"),
 )

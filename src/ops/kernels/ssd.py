@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, library
 
 from src.ops.kernels import check
 from src.ops.kernels.passes import Pass
@@ -86,7 +86,7 @@ def _tensors(q, k, v, g, scales, documents, scale: float) -> dict:
     return {**given, "documents": documents, "first": first, "scale": scale}
 
 
-@torch.library.custom_op("loglinear::ssd_forward", mutates_args=())
+@library.custom_op("loglinear::ssd_forward", mutates_args=())
 def ssd_forward(
     q: Tensor,
     k: Tensor,
@@ -124,7 +124,7 @@ def _(q, k, v, g, scales, documents, roots, scale, max_chunk, state_levels):
     return dense_like(v), new_states(k, v, scales, documents, state_levels)
 
 
-@torch.library.custom_op("loglinear::ssd_backward", mutates_args=())
+@library.custom_op("loglinear::ssd_backward", mutates_args=())
 def ssd_backward(
     do: Tensor,
     dlevels: Tensor | None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, library
 
 from src.ops.kernels import check
 from src.ops.kernels.delta.passes import Pass
@@ -73,7 +73,7 @@ def _tensors(q, k, v, g, beta, scales, documents, roots, scale: float, sizes: Si
     return {**given, **tables, "scale": scale}
 
 
-@torch.library.custom_op("loglinear::delta_forward", mutates_args=())
+@library.custom_op("loglinear::delta_forward", mutates_args=())
 def delta_forward(
     q: Tensor,
     k: Tensor,
@@ -109,7 +109,7 @@ def _(q, k, v, g, beta, scales, documents, roots, scale, max_chunk, state_levels
     return dense_like(v), new_states(k, v, scales, documents, state_levels)
 
 
-@torch.library.custom_op("loglinear::delta_backward", mutates_args=())
+@library.custom_op("loglinear::delta_backward", mutates_args=())
 def delta_backward(
     do: Tensor,
     dlevels: Tensor | None,
