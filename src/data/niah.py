@@ -42,7 +42,7 @@ from src.options import nearest, type_hints, unknown_key
 from src.registry import DATA, build_options
 
 SHARED = ("tokenizer", "vocab_size", "eot", "cache_dir")  # options that the corpus is given
-ROWS = ("packing", "carry_state", "val_rows")  # of a corpus that is trained on: a haystack has no rows
+ROW_OPTIONS = ("packing", "carry_state", "val_rows")  # of a corpus that is trained on: a haystack has no rows
 
 
 class Niah(DataModule):
@@ -283,7 +283,7 @@ def _corpus(config: Niah.Config, seed: int) -> Corpus:
 
 def haystack_keys(cls: type[Corpus]) -> list[str]:
     """The options of a corpus that say which text it is."""
-    rows = {*SHARED, *ROWS, *(f.name for f in fields(DataModule.Config))}
+    rows = {*SHARED, *ROW_OPTIONS, *(f.name for f in fields(DataModule.Config))}
     return [key for key in type_hints(cls.Config) if key not in rows]
 
 
