@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import PercentFormatter
 
 RANGE = 0.02  # least height of an axis of losses, in nats
@@ -112,9 +114,19 @@ def sample(split: str, examples: Iterable[int]) -> str:
 
 
 def _wrapped(text: str, inches: float, points: float) -> str:
-    """The text in lines that are no wider than a figure of so many inches."""
-    width = max(1, int(inches * 72 / (0.68 * points)))  # a wide character on average
-    return "\n".join(textwrap.fill(line, width) for line in text.splitlines())
+    """The text in lines that are no wider than a figure of so many inches, by the font's own widths."""
+    font, most = FontProperties(size=points), 0.97 * inches * 72  # what is drawn is rounded to pixels
+
+    def fits(line: str) -> bool:
+        return text_to_path.get_text_width_height_descent(line, font, ismath=False)[0] <= most
+
+    wrapped = []
+    for line in text.splitlines():
+        width = max(1, min(len(line), int(most / (0.3 * points))))  # a narrow character on average
+        while width > 1 and not all(map(fits, textwrap.wrap(line, width))):
+            width -= 1
+        wrapped.append(textwrap.fill(line, width))
+    return "\n".join(wrapped)
 
 
 def _label(value: object) -> str:
