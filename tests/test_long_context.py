@@ -52,7 +52,7 @@ def niah(mixer: str, seed: int) -> dict:
 
 
 def positions(mixer: str, seed: int) -> dict:
-    rows = [{"begin": a, "end": b, "loss": random.uniform(2, 3)} for a, b in ((0, 16), (16, 512), (512, 2048))]
+    rows = [{"begin": a, "end": b, "loss": random.uniform(2, 3)} for a, b in ((0, 16), (256, 512), (512, 2048))]
     return result(mixer, "positions", seed, positions=rows)
 
 
@@ -95,7 +95,11 @@ def test_table_csv_and_figure(call, tmp_path, seed):
     shown = columns(out)
     assert list(shown) == ["gated_deltanet", "loglinear_gdn"]  # each linear mixer before its log-linear variant
     for mixer, cells in shown.items():
-        assert (cells["seeds"], cells["parameters"], cells["state, bytes at most"]) == ("1, 7", "1,234,567", "4,096")
+        assert (cells["seeds"], cells["parameters"], cells["fp32 state within the trained length, bytes"]) == (
+            "1, 7",
+            "1,234,567",
+            "4,096",
+        )
         own = [made[mixer, s] for s in SEEDS]
         for i, length in enumerate(("1K", "4K")):
             values = [results[0]["lengths"][i]["perplexity"] for results in own]
@@ -107,10 +111,11 @@ def test_table_csv_and_figure(call, tmp_path, seed):
                 np.mean([c["found"] for c in results[1]["cells"] if (c["task"], c["length"]) == (task, length)])
                 for results in own
             ]
-            assert cells[f"{task} at {label}"] == spread(found, ".0%")
+            assert cells[f"{task} at {label}"] == spread(found, ".1%")
     with files[0].open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * (2 * 4 + 2 * 2 * 2 + 3)  # mixers, seeds; perplexity, needles, positions
+    # mixers, seeds; perplexity, needles, needles by depth, positions
+    assert len(rows) == 2 * 2 * (2 * 4 + 2 * 2 * 2 + 2 * 2 * 2 * 2 + 3)
     for (mixer, s), results in made.items():
         own = {
             (r["task"], r["what"], float(r["x"])): float(r["value"])
@@ -118,20 +123,38 @@ def test_table_csv_and_figure(call, tmp_path, seed):
             if r["mixer"] == mixer and r["seed"] == str(s)
         }
         assert own["perplexity", "loss", 4096.0] == results[0]["lengths"][1]["loss"]
+        cell = results[1]["cells"][1]
+        assert own["niah", f"found/{cell['task']}/depth=1", float(cell["length"])] == cell["found"]
         assert own["positions", "loss", 1024.0] == results[2]["positions"][2]["loss"]
     assert files[1].stat().st_size > 20_000
 
 
-def test_figure_has_the_mean_and_the_range(tmp_path, seed):
+def test_figure_has_the_mean_and_each_seed(seed):
     made = [perplexity("mamba2", s) for s in SEEDS]
     [axes] = long_context_views.draw(made).axes
-    curve = next(line for line in axes.lines if line.get_label() == "mamba2")
     values = np.array([[row["perplexity"] for row in found["lengths"]] for found in made])
-    assert np.allclose(curve.get_xydata(), np.stack([[1024, 4096], values.mean(0)], 1))
-    corners = axes.collections[0].get_paths()[0].vertices
-    for x, (low, high) in zip((1024, 4096), zip(values.min(0), values.max(0), strict=True), strict=True):
-        here = corners[corners[:, 0] == x, 1]
-        assert np.allclose([here.min(), here.max()], [low, high])
+    [mean] = [line for line in axes.lines if line.get_label() == "mamba2"]
+    assert np.allclose(mean.get_xydata(), np.stack([[1024, 4096], values.mean(0)], 1))
+    of_seeds = [line.get_ydata() for line in axes.lines if len(line.get_xdata()) == 2 and line.get_linewidth() < 1]
+    assert np.allclose(of_seeds, values)
+    [axes] = long_context_views.draw(made[:1]).axes
+    assert "mamba2 (one seed)" in [line.get_label() for line in axes.lines]
+
+
+def test_noise_of_early_positions_is_not_drawn(seed):
+    def losses(mixer: str, *buckets: tuple[int, int, float]) -> dict:
+        rows = [{"begin": a, "end": b, "loss": loss} for a, b, loss in buckets]
+        return result(mixer, "positions", 1, positions=rows)
+
+    linear = losses("mamba2", (0, 16, 5.0), (256, 1024, 3.0), (1024, 4096, 2.9))
+    levels = losses("loglinear_mamba2", (0, 16, 5.4), (256, 1024, 2.98), (1024, 4096, 2.87))
+    both, gain = long_context_views.draw([linear, levels]).axes
+    assert [len(line.get_xdata()) for line in both.lines[:2]] == [3, 3]
+    assert gain.lines[0].get_xydata() == pytest.approx(np.array([[512, -0.02], [2048, -0.03]]))
+    for found in (linear, levels):  # nothing else to show
+        del found["positions"][1:]
+    _, gain = long_context_views.draw([linear, levels]).axes
+    assert gain.lines[0].get_xydata() == pytest.approx(np.array([[4, 0.4]]))
 
 
 def test_one_far_above_does_not_flatten_the_others(seed):
@@ -197,7 +220,7 @@ def test_gains_are_between_runs_of_one_seed(call, tmp_path, seed):
     [axes] = [axes for axes in figure.axes if "log-linear minus linear" in axes.get_ylabel()]
     [curve] = [line for line in axes.lines if line.get_label() == "loglinear_gdn"]
     expected = [a["loss"] - b["loss"] for a, b in zip(own[1]["positions"], linear[1]["positions"], strict=True)]
-    assert np.allclose(curve.get_ydata(), expected)
+    assert np.allclose(curve.get_ydata(), expected[1:])  # not among the first tokens
 
 
 @pytest.mark.parametrize(

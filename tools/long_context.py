@@ -21,7 +21,7 @@ from src.data.common.tokenizer import load_tokenizer
 from src.errors import UserError
 from src.evaluation.figures import tokens_label
 from src.options import one_line, show
-from tools.long_context_views import draw, points, tables
+from tools.long_context_views import depths, draw, points, tables
 
 TASKS = ("perplexity", "positions", "niah")
 NEEDED = ("mixer", "task", "seed", "parameters", "peak_state_bytes", "trained_length")
@@ -219,7 +219,7 @@ def write_csv(found: list[dict[str, Any]], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["mixer", "task", "what", "x", "seed", "value"])
-        writer.writerows(sorted(points(found)))
+        writer.writerows(sorted([*points(found), *depths(found)]))
 
 
 if __name__ == "__main__":

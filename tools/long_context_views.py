@@ -16,6 +16,7 @@ LINEAR = {"loglinear_mamba2": "mamba2", "loglinear_gdn": "gated_deltanet"}
 """The mixer that each log-linear one is without its levels."""
 OTHERS = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:grey")  # of further mixers, in turn
 COLUMNS = 3  # of panels
+NOISY = 256  # a loss at earlier positions is the mean of few tokens: what levels gain there is not drawn
 
 Results = list[dict[str, Any]]
 # x -> seed -> value, by (mixer, task, what)
@@ -47,6 +48,15 @@ def points(found: Results) -> Iterator[tuple[str, str, str, float, int, float]]:
                 yield mixer, task, what, length, seed, float(np.mean(values))
 
 
+def depths(found: Results) -> Iterator[tuple[str, str, str, float, int, float]]:
+    """As `points`, for needles depth by depth, from 0 (the beginning) to 1: found/single_1/depth=0.25, say."""
+    for result in found:
+        for row in result.get("cells", ()) if result["task"] == "niah" else ():
+            for what in ("found", "exact"):
+                name = f"{what}/{row['task']}/depth={row['depth']:g}"
+                yield result["mixer"], "niah", name, row["length"], result["seed"], float(row[what])
+
+
 def gather(found: Results) -> Values:
     values: Values = defaultdict(lambda: defaultdict(dict))
     for mixer, task, what, x, seed, value in points(found):
@@ -75,13 +85,13 @@ def _losses(found: Results, values: Values) -> str:
     """Every mixer, with its sizes; bits per byte at the first length that all have."""
     lengths = _places(values, "perplexity")
     texts = common_lengths(found, "bits_per_byte")
-    head = ["mixer", "seeds", "parameters", "state, bytes at most"]
+    head = ["mixer", "seeds", "parameters", "fp32 state within the trained length, bytes"]
     head += [f"perplexity at {tokens_label(n)}" for n in lengths]
     head += [f"bits per byte at {tokens_label(n)}" for n in texts[:1]]
     rows = []
     for mixer in mixers(found):
         own = [result for result in found if result["mixer"] == mixer]
-        seeds = sorted({result["seed"] for result in own})
+        seeds = _seeds(found, mixer)
         cells = [f"`{mixer}`", ", ".join(map(str, seeds)) + (" (one)" if len(seeds) == 1 else "")]
         # A mixer's runs for another task may have another vocabulary.
         for key in ("parameters", "peak_state_bytes"):
@@ -96,7 +106,7 @@ def _needles(found: Results, values: Values) -> str:
     tasks, lengths = needle_tasks(values), _places(values, "niah")
     head = ["needles found", *(f"{task} at {tokens_label(n)}" for task in tasks for n in lengths)]
     rows = [
-        [f"`{m}`", *(spread(values, m, "niah", f"found/{task}", n, ".0%") for task in tasks for n in lengths)]
+        [f"`{m}`", *(spread(values, m, "niah", f"found/{task}", n, ".1%") for task in tasks for n in lengths)]
         for m in mixers(found)
         if any(result["mixer"] == m and result["task"] == "niah" for result in found)
     ]
@@ -162,17 +172,18 @@ def draw(found: Results) -> Figure:
     curves = {panel: shown for panel in panels if (shown := _curves(values, names, panel))}
     others = [name for name in names if name not in COLOURS]
     colours = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
+    labels = {name: name + (" (one seed)" if len(_seeds(found, name)) == 1 else "") for name in names}
     rows, columns = -(-len(curves) // COLUMNS), min(COLUMNS, len(curves))
     figure = Figure(figsize=(5.2 * columns, 4 * rows), layout="constrained")
     for place, (panel, shown) in enumerate(curves.items(), 1):
         trained = {result["trained_length"] for result in found if result["task"] == panel.task}
-        _panel(figure.add_subplot(rows, columns, place), panel, shown, colours, trained)
+        _panel(figure.add_subplot(rows, columns, place), panel, shown, labels, colours, trained)
     handles = {
         label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     ncols = min(len(handles), 2 * columns)
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=ncols, frameon=False)
-    legend = "line: mean over the seeds; band: from the lowest to the highest; dashed: the trained length"
+    legend = "thick: the mean over the seeds; thin: each seed; dashed: the trained length"
     figure.supxlabel(legend, fontsize=9)
     return figure
 
@@ -180,13 +191,22 @@ def draw(found: Results) -> Figure:
 def _curves(values: Values, names: Sequence[str], panel: Panel) -> dict[str, Curve]:
     """The mixers that have something to show there."""
     task, what = panel.task, panel.what
-    by = {m: gain(values, m, task) if what == "gain" else values.get((m, task, what), {}) for m in names}
+    if what != "gain":
+        by = {m: values.get((m, task, what), {}) for m in names}
+    else:
+        gains = {m: gain(values, m, task) for m in names}
+        # The noise of the first ones would flatten the rest.
+        first = NOISY if any(x >= NOISY for curve in gains.values() for x in curve) else 0
+        by = {m: {x: at for x, at in curve.items() if x >= first} for m, curve in gains.items()}
     return {mixer: curve for mixer, curve in by.items() if curve}
 
 
-def _panel(axes: Axes, panel: Panel, shown: dict[str, Curve], colours: dict[str, str], trained: set[int]) -> None:
+def _panel(
+    axes: Axes, panel: Panel, shown: dict[str, Curve], labels: dict[str, str], colours: dict[str, str],
+    trained: set[int],
+) -> None:  # fmt: skip
     for mixer, curve in shown.items():
-        _curve(axes, mixer, curve, colours[mixer], None if panel.task == "positions" else "o")
+        _curve(axes, labels[mixer], curve, colours[mixer], None if panel.task == "positions" else "o")
     for length in trained:
         axes.axvline(length, color="grey", linestyle="--", linewidth=1)
     if panel.what == "gain":
@@ -202,11 +222,14 @@ def _panel(axes: Axes, panel: Panel, shown: dict[str, Curve], colours: dict[str,
     axes.grid(alpha=0.3)
 
 
-def _curve(axes: Axes, mixer: str, curve: Curve, colour: str, marker: str | None) -> None:
+def _curve(axes: Axes, label: str, curve: Curve, colour: str, marker: str | None) -> None:
     places = sorted(curve)
-    low, mean, high = ([f(list(curve[x].values())) for x in places] for f in (min, np.mean, max))
-    axes.plot(places, mean, label=mixer, color=colour, marker=marker, markersize=4)
-    axes.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
+    seeds = sorted({seed for by in curve.values() for seed in by})
+    for seed in seeds if len(seeds) > 1 else ():
+        own = [x for x in places if seed in curve[x]]
+        axes.plot(own, [curve[x][seed] for x in own], color=colour, alpha=0.5, linewidth=0.7)
+    means = [float(np.mean(list(curve[x].values()))) for x in places]
+    axes.plot(places, means, label=label, color=colour, marker=marker, markersize=4)
 
 
 def _zoom(axes: Axes, curves: dict[str, Curve]) -> None:
@@ -236,6 +259,10 @@ def mixers(found: Results) -> list[str]:
     """Those of the comparison in its order, each linear one before its log-linear variant, and then all others."""
     names = {result["mixer"] for result in found}
     return [*(name for name in ORDER if name in names), *sorted(names - set(ORDER))]
+
+
+def _seeds(found: Results, mixer: str) -> list[int]:
+    return sorted({result["seed"] for result in found if result["mixer"] == mixer})
 
 
 def _places(values: Values, task: str) -> list[float]:
