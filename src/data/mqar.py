@@ -79,6 +79,10 @@ class MQAR(DataModule):
     def __init__(self, config: Config, *, seed: int = 0, micro_batch_size: int | None = None) -> None:
         super().__init__(config, seed=seed, micro_batch_size=micro_batch_size)
         self.vocab_size = config.vocab_size
+        for key in ("n_pairs", "examples") if config.mixture else ():
+            if getattr(config, key) != getattr(type(config), key):
+                given = f"data.{key}={getattr(config, key)}"
+                raise UserError(f"{given}: the kinds of data.mixture say their own; give one of the two")
         single = [f"{config.seq_len}:{config.n_pairs}:{config.examples}"]
         train = self._kinds("mixture", config.mixture or single, PUBLISHED_TRAIN)
         val = self._kinds("val", config.val, PUBLISHED_TEST) or [kind._replace(examples=1000) for kind in train]

@@ -1,11 +1,15 @@
 """task=perplexity: the loss of next-token prediction, its exponentials, and how they change with the length.
 
 A split is cut into rows of each length, as in training, so all lengths see the same tokens, with more or less text
-before them. Rows beyond the trained length show what the model makes of more.
+before them; of a sample (`max_tokens=`) too. Rows beyond the trained length show what the model makes of more.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from src.data import DataModule
@@ -20,13 +24,17 @@ NAMES = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
 
 
 def evaluate(trained: Trained) -> Report:
-    data = [_rows(trained, length) for length in dict.fromkeys(trained.options.lengths or [None])]
-    found = [{"length": rows.config.seq_len, **totals(trained, rows)} for rows in data]
+    options = trained.options
+    if options.data.get("val_rows") is not None:
+        raise UserError("data.val_rows: all rows are looked at; max_tokens= takes a sample")
+    data = [_rows(trained, length) for length in dict.fromkeys(options.lengths or [None])]
+    blocks = _blocks(trained, data)
+    found = [{"length": rows.config.seq_len, **totals(trained, rows, blocks)} for rows in data]
     first = found[0]
     report = Report(
         values={**{k: v for k, v in first.items() if k != "length"}, "lengths": found, "data": facts(data[0])},
         table=table(found),
-        scalars={name: first[name] for name in NAMES if name in first},
+        scalars=_scalars(trained, found),
     )
     if len(found) > 1:
         report.curve = {f"{n}_by_length": [(row["length"], row[n]) for row in found] for n in NAMES if n in first}
@@ -38,6 +46,12 @@ def evaluate(trained: Trained) -> Report:
             trained_length=trained.trained_length,
         )
     return report
+
+
+def _scalars(trained: Trained, found: list[dict[str, Any]]) -> dict[str, float]:
+    """What stands under one tag whatever `lengths=` were asked for: the values at the row length of training."""
+    usual = [row for row in found if not trained.options.lengths or row["length"] == trained.run.data.seq_len]
+    return {name: row[name] for row in usual for name in NAMES if name in row}
 
 
 def _rows(trained: Trained, length: int | None) -> DataModule:
@@ -52,31 +66,71 @@ def _rows(trained: Trained, length: int | None) -> DataModule:
     return data
 
 
-def totals(trained: Trained, data: DataModule) -> dict[str, Any]:
-    """Loss and its exponentials over the rows of a data module, tokens counted."""
+def _blocks(trained: Trained, data: Sequence[DataModule]) -> list[tuple[int, int]] | None:
+    """Where the tokens [begin, end) of a sample of `max_tokens` are in the stream of a text: rows of the greatest
+    length, at least one, evenly spread. None: all of them, or no text."""
+    limit, longest = trained.options.max_tokens, max(data, key=lambda rows: rows.config.seq_len)
+    if limit is None or not isinstance(longest, Corpus):
+        return None
+    size, total = longest.row_length(trained.options.split), len(longest.stream(trained.options.split))
+    return [
+        (i * size, min((i + 1) * size, total)) for i in spread(longest.n_rows(trained.options.split), limit // size)
+    ]
+
+
+def spread(total: int, n: int) -> list[int]:
+    """n of `total` things, at least one, evenly spread: each in the middle of its share."""
+    n = max(1, min(n, total))
+    return [(2 * i + 1) * total // (2 * n) for i in range(n)]
+
+
+def totals(trained: Trained, data: DataModule, blocks: list[tuple[int, int]] | None = None) -> dict[str, Any]:
+    """Loss and its exponentials over the rows of a data module, or over `blocks` of its stream, tokens counted."""
     split, length = trained.options.split, data.config.seq_len
     if data.n_samples(split) == 0:
         raise UserError(f"data={data.config.name} has no {split} split")
     limit = trained.options.max_tokens
     at_once = max(1, min(trained.piece, limit or trained.piece) // length)
-    batches = some(data.eval_batches(split, data.config.val_batch_size or at_once), length, limit)
+    batches = data.eval_batches(split, data.config.val_batch_size or at_once)
+    if limit is not None:
+        taken = _rows_of(data, split, blocks) if blocks else set(spread(data.n_samples(split), limit // length))
+        batches = [kept for samples in batches if (kept := [i for i in samples if i in taken])]
     sums, right = TokenTotals(), 0
     for samples in tqdm(batches, f"{length:,} tokens", disable=None):
         batch = data.batch(split, samples)
-        nll, hits = token_losses(trained.model, batch["input_ids"], batch["labels"], batch["cu_seqlens"], trained.piece)
-        n_tokens = int((batch["labels"] >= 0).sum())
-        sums.update(nll.double().sum(), n_tokens, batch["n_bytes"], batch["n_words"])
+        labels, n_bytes, n_words = batch["labels"], batch["n_bytes"], batch["n_words"]
+        if blocks:
+            labels = _inside(data, split, samples, blocks, labels)
+            n_bytes = n_words = 0
+        nll, hits = token_losses(trained.model, batch["input_ids"], labels, batch["cu_seqlens"], trained.piece)
+        sums.update(nll.double().sum(), int((labels >= 0).sum()), n_bytes, n_words)
         right += int(hits.sum())
+    if blocks:
+        stream = data.stream(split)
+        amounts = [
+            sum(stream.share(starts, end) - stream.share(starts, begin) for begin, end in blocks)
+            for starts in (stream.byte_starts, stream.word_starts)
+        ]
+        sums.update(torch.zeros(()), 0, *amounts)
     values = sums.compute()
     tokens = int(values.pop("tokens"))
     return {**values, "token_accuracy": right / tokens, "tokens": tokens}
 
 
-def some(batches: list, length: int, max_tokens: int | None) -> list:
-    """Batches of about `max_tokens` in all, evenly spread; all of them without a limit."""
-    per_batch = length * max(len(samples) for samples in batches)
-    n = len(batches) if max_tokens is None else min(len(batches), max(1, max_tokens // per_batch))
-    return [batches[i * len(batches) // n] for i in range(n)]
+def _rows_of(data: Corpus, split: str, blocks: list[tuple[int, int]]) -> set[int]:
+    """The rows that some token of the blocks is in."""
+    size = data.row_length(split)
+    return {row for begin, end in blocks for row in range(begin // size, -(-end // size))}
+
+
+def _inside(data: Corpus, split: str, rows: Sequence[int], blocks: list[tuple[int, int]], labels: Tensor) -> Tensor:
+    """The labels of these rows, but for those outside of the blocks."""
+    size, total = data.row_length(split), len(data.stream(split))
+    places = np.concatenate([np.arange(i * size, min((i + 1) * size, total)) for i in rows])
+    begins, ends = np.array(blocks).T
+    inside = places < ends[np.searchsorted(begins, places, side="right") - 1]
+    inside &= places >= begins[0]
+    return labels.masked_fill(~torch.from_numpy(inside).view_as(labels), -1)
 
 
 def facts(data: DataModule) -> dict[str, Any]:

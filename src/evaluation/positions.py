@@ -16,7 +16,7 @@ from src.data.common.corpus import Corpus
 from src.data.common.packing import Stream
 from src.errors import UserError
 from src.evaluation import Report, Trained, figures
-from src.evaluation.perplexity import facts
+from src.evaluation.perplexity import facts, spread
 from src.pieces import token_losses
 
 USES = {"split", "lengths", "max_tokens"}
@@ -32,8 +32,7 @@ def evaluate(trained: Trained) -> Report:
     length = _length(trained, stream)
     begins = windows(stream, length)
     if options.max_tokens is not None:
-        n = min(len(begins), max(1, options.max_tokens // length))
-        begins = begins[np.arange(n) * len(begins) // n]
+        begins = begins[spread(len(begins), options.max_tokens // length)]
     edges = buckets(length)
     means = np.concatenate([_bucket_means(nll, edges) for nll in _losses(trained, stream, begins, length)])
     loss = means.mean(0)

@@ -1,6 +1,7 @@
 """task=positions and task=perplexity with several lengths: beyond the trained length, in pieces."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -87,6 +88,41 @@ def test_several_lengths_see_the_same_tokens(long_run):
     assert rows[1]["loss"] == evaluate(EvaluateConfig(**options))["loss"]
     few = evaluate(EvaluateConfig(lengths=[16], max_tokens=700, **options))
     assert 600 <= few["tokens"] <= 1000
+
+
+@pytest.mark.parametrize("packing", ["documents", "concatenate"])
+def test_a_sample_is_of_the_same_tokens_at_every_length(packing, tmp_path, monkeypatch, seed):
+    """A made-up loss that depends on the token alone: its mean and the text's bytes must not depend on the length."""
+    run_dir = run(tmp_path, "run.name=a", f"data.packing={packing}", "trainer.max_steps=1")
+    seen = []
+
+    def losses(model, input_ids, labels, cu_seqlens, size):
+        seen.extend(labels[labels >= 0].tolist())
+        return torch.where(labels >= 0, labels / 100, 0), labels >= 0
+
+    monkeypatch.setattr("src.evaluation.perplexity.token_losses", losses)
+    options = {"run": str(run_dir), "device": "cpu", "split": "test"}
+    data = open_run(EvaluateConfig(**options)).data()
+    stream = data.stream("test")
+    lengths = [random.randint(8, 90) for _ in range(4)]
+    longest, total = max(lengths), len(stream)
+    n = random.randint(1, total // longest)
+    results = evaluate(EvaluateConfig(lengths=lengths, max_tokens=n * longest + random.randrange(longest), **options))
+    rows = results["lengths"]
+    assert {row["tokens"] for row in rows} == {rows[0]["tokens"]}
+    assert n * longest - longest < rows[0]["tokens"] <= n * longest
+    for row in rows[1:]:
+        for name in ("loss", "bits_per_byte", "word_perplexity"):
+            assert row[name] == pytest.approx(rows[0][name], rel=1e-6), name
+    # They stand where they should: each run of them in the middle of its share of the rows.
+    n_rows = -(-total // longest)
+    blocks = [(2 * i + 1) * n_rows // (2 * n) * longest for i in range(n)]
+    labels = [
+        token for begin in blocks for token in stream.tokens[begin + 1 : min(begin + longest, total) + 1].tolist()
+    ]
+    assert seen[: len(labels)] == labels
+    for few in (1, longest - 1):  # less than a row: one, neither the first nor cut
+        assert evaluate(EvaluateConfig(lengths=[longest], max_tokens=few, **options))["tokens"] == longest
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

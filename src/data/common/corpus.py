@@ -170,12 +170,13 @@ class Corpus(DataModule):
 
     # Batches
 
-    def _row_length(self, split: Split) -> int:
+    def row_length(self, split: Split) -> int:
+        """Tokens of a full row: seq_len, or all of a shorter split."""
         return max(1, min(self.config.seq_len, len(self._streams[split])))
 
     def n_rows(self, split: Split) -> int:
         """Rows of an epoch: full ones in training (one shorter where there is no full one), else all."""
-        length, size = len(self._streams[split]), self._row_length(split)
+        length, size = len(self._streams[split]), self.row_length(split)
         return length // size if split == "train" else -(-length // size)
 
     def n_samples(self, split: Split) -> int:
@@ -198,7 +199,7 @@ class Corpus(DataModule):
     def batch(self, split: Split, samples: Sequence[int]) -> Batch:
         if split == "train" and self.config.carry_state:
             return self._lanes(samples)
-        stream, size, n = self._streams[split], self._row_length(split), self.n_rows(split)
+        stream, size, n = self._streams[split], self.row_length(split), self.n_rows(split)
         if split == "train":
             samples = [int(permutation(n, self.seed, i // n)[i % n]) for i in samples]
         elif (taken := self.n_samples(split)) < n:
@@ -233,7 +234,7 @@ class Corpus(DataModule):
     def eval_batches(self, split: Split, batch_size: int) -> list[Sequence[int]]:
         batches = super().eval_batches(split, batch_size)
         all_rows = self.n_samples(split) == self.n_rows(split)  # else the last, shorter one is not among them
-        ragged = all_rows and len(self._streams[split]) % self._row_length(split) != 0
+        ragged = all_rows and len(self._streams[split]) % self.row_length(split) != 0
         if self.config.packing == "concatenate" and ragged and len(batches[-1]) > 1:
             *rest, last = batches[-1]
             batches[-1:] = [rest, [last]]  # a shorter row does not stack with full ones

@@ -13,6 +13,7 @@ from typing import Any
 
 from src.data.common.files import DataError, reading
 from src.errors import UserError
+from src.options import nearest
 
 JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst"))
 TABLES = (*JSON, ".parquet")
@@ -31,7 +32,7 @@ def choose_column(names: Sequence[str], texts: Sequence[str], given: str | None,
     if given is not None:
         if given in names:
             return given
-        raise UserError(f"data.column={given}: {origin} has the columns {', '.join(names)}")
+        raise UserError(f"data.column={given}: {origin} has the columns {', '.join(names)}{nearest(given, names)}")
     if "text" in names:
         return "text"
     if len(texts) == 1:

@@ -188,7 +188,7 @@ def load_tokenizer(run_dir: Path) -> Tokenizer:
     """The tokenizer that a run folder keeps; needs neither corpus nor cache nor network."""
     path = Path(run_dir, "tokenizer.json")
     if not path.is_file():
-        raise UserError(f"{run_dir} keeps no tokenizer: it was not trained on text")
+        raise UserError(f"{run_dir} has no tokenizer.json: it was not trained on text, or has lost it")
     return _read(path, _eot_beside(path), str(path))
 
 
