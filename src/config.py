@@ -23,6 +23,7 @@ from src.model import ModelConfig
 from src.ops.checks import KernelError
 from src.optim import OptimConfig
 from src.options import asdict, one_line
+from src.output import checked
 from src.registry import DATA, MIXERS
 
 __all__ = [
@@ -156,7 +157,10 @@ def load(run_dir: str | Path, schema: type = Config) -> Any:
     path = Path(run_dir) / runs.CONFIG_FILE
     if not path.is_file():
         raise UserError(f"{run_dir} is no run folder (it holds no {runs.CONFIG_FILE})")
-    return from_dict(read_yaml(path), schema, str(path))
+    saved = read_yaml(path)
+    if schema is Config and not saved.get("mixer"):
+        raise UserError(f"{path} is empty or damaged: it names no mixer")
+    return from_dict(saved, schema, str(path))
 
 
 def run_cli(main: Callable[[Any], object], schema: type = Config, argv: Sequence[str] | None = None) -> None:
@@ -168,17 +172,18 @@ def run_cli(main: Callable[[Any], object], schema: type = Config, argv: Sequence
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = [a for a in arguments if a in ("--help", "-h", "--cfg")]
     try:
-        inherited = runs.inherited_config() if groups(schema) and not flags else None
-        if inherited is not None:
-            main(from_dict(inherited, schema))
-            return
-        resolved = resolve([a for a in arguments if a not in flags], schema, CONFIGS)
-        if "--cfg" in flags:
-            sys.stdout.write(to_yaml(asdict(resolved.build())))
-        elif flags:
-            sys.stdout.write(render(resolved))
-        else:
-            main(resolved.build())
+        with checked():
+            inherited = runs.inherited_config() if groups(schema) and not flags else None
+            if inherited is not None:
+                main(from_dict(inherited, schema))
+                return
+            resolved = resolve([a for a in arguments if a not in flags], schema, CONFIGS)
+            if "--cfg" in flags:
+                sys.stdout.write(to_yaml(asdict(resolved.build())))
+            elif flags:
+                sys.stdout.write(render(resolved))
+            else:
+                main(resolved.build())
     except (UserError, KernelError) as error:
         sys.stderr.write(f"error: {one_line(error)}\n")
         raise SystemExit(2) from None

@@ -7,6 +7,7 @@ device except every `log_every_n_steps` optimizer steps, when numbers are writte
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from src import runs
 from src.carry import CarriedStates
 from src.data import IGNORE
 from src.errors import UserError
@@ -268,6 +270,9 @@ def build_model(config: dict, vocab_size: int, max_seq_len: int) -> LanguageMode
 
 def load_module(checkpoint: Path, device: torch.device | str = "cpu") -> LanguageModule:
     """The trained module of a checkpoint, on `device`, ready for inference."""
+    # Read here, so that Lightning's own errors of loading do not pass for a damaged file.
+    with runs.reading(checkpoint):
+        torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
     module = LanguageModule.load_from_checkpoint(checkpoint, map_location=device, weights_only=True)
     return module.eval()
 
@@ -289,6 +294,9 @@ def pick_device(name: str) -> torch.device:
         # Available, not only built in: PyTorch for CUDA runs on machines without a GPU too.
         kind = torch.accelerator.current_accelerator(check_available=True)
         return kind if kind is not None and kind.type in ("cuda", "mps") else torch.device("cpu")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        meant = "; did you mean cuda?" if "gpu" in name.lower() else ""
+        raise UserError(f"device={name}: must be auto, cpu, cuda, cuda:<number> or mps{meant}")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -9,6 +9,7 @@ shell has another id and is not believed.
 import contextlib
 import json
 import os
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -19,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from src.errors import UserError
 from src.files import read_yaml
-from src.options import asdict, nearest, show
+from src.options import asdict, nearest, one_line, show
 
 CONFIG_FILE = "config.yaml"
 LOCK = ".lock"
@@ -114,7 +115,8 @@ def find(name_or_path: str | Path, runs_dir: str | Path = "runs", key: str = "ru
         if folder.exists():
             raise UserError(f"{key}={text}: {folder} is no run folder (it holds no {CONFIG_FILE})")
     names = _names(runs_dir)
-    known = f"runs in {runs_dir}: {', '.join(names[-10:])}" if names else f"there are no runs in {runs_dir}"
+    more = "…, " if len(names) > 10 else ""
+    known = f"runs in {runs_dir}: {more}{', '.join(names[-10:])}" if names else f"there are no runs in {runs_dir}"
     raise UserError(f"{key}={text}: no such run{nearest(text, names)} ({known})")
 
 
@@ -158,6 +160,17 @@ def checkpoint(run_dir: str | Path, which: str = "last") -> Path:
         hint = "; checkpoint=last is there" if last.is_file() else f" ({last} does not exist)"
         raise UserError(f"run {Path(run_dir).name} has no {which} checkpoint yet{hint}")
     return path
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, a checkpoint is read; one that is cut off or is none raises UserError."""
+    try:
+        yield
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        others = [other.stem for other in sorted(path.parent.glob("*.ckpt")) if other != path]
+        hint = f"; checkpoint={others[0]} is there" if others else ""
+        raise UserError(f"{path} cannot be read, it may be damaged ({one_line(error)[:80]}){hint}") from error
 
 
 def _start(cfg: Any) -> Path:

@@ -23,7 +23,9 @@ class Start:
     def of(cls, cfg: Config) -> "Start":
         """The run that `cfg.init_from` names; `cfg` takes over its tokenizer and trained length. Raises UserError."""
         run_dir = runs.find(cfg.init_from, cfg.run.dir, "init_from")
-        checkpoint = torch.load(runs.checkpoint(run_dir), map_location="cpu", weights_only=True, mmap=True)
+        path = runs.checkpoint(run_dir)
+        with runs.reading(path):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         saved = checkpoint["hyper_parameters"]
         if cfg.mixer.name != saved["config"]["mixer"]["name"]:
             raise UserError(

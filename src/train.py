@@ -109,6 +109,8 @@ def last_checkpoint(run_dir: Path) -> Path:
 
 def prepare(run_dir: Path, cfg: Config) -> tuple[DataModule, LanguageModule, int]:
     """The data on disk, the model, and the step that the run has reached (0: a new one)."""
+    if getattr(cfg.data, "carry_state", False):
+        check_carried(cfg)  # before the data, which may take hours
     last = last_checkpoint(run_dir)
     start = Start.of(cfg) if cfg.init_from and not last.is_file() else None
     data = DATA.get(cfg.data.name)(cfg.data, seed=cfg.seed, micro_batch_size=cfg.trainer.micro_batch_size)
@@ -120,8 +122,6 @@ def prepare(run_dir: Path, cfg: Config) -> tuple[DataModule, LanguageModule, int
     module.configure_model()
     if start:
         start.load_into(module)
-    if getattr(cfg.data, "carry_state", False):
-        check_carried(cfg, module)
 
     saved = read_checkpoint(last)
     start_step = saved.get("global_step", 0)
@@ -181,8 +181,11 @@ def build_trainer(cfg: Config, run_dir: Path, data: DataModule, module: Language
     return trainer
 
 
-def check_carried(cfg: Config, module: LanguageModule) -> None:
+def check_carried(cfg: Config) -> None:
     """Raises UserError where rows cannot continue each other."""
+    with torch.device("meta"):
+        module = LanguageModule(config.asdict(cfg), vocab_size=1, max_seq_len=cfg.data.seq_len)
+        module.configure_model()
     check_bounded(module.model, cfg.mixer.name)
     if cfg.trainer.compile:
         raise UserError(
@@ -194,7 +197,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, empty where there is none; tensors are not read."""
     if not path.is_file():
         return {}
-    return torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    with runs.reading(path):
+        return torch.load(path, map_location="meta", weights_only=True, mmap=True)
 
 
 def check_same_data(run_dir: Path, saved: dict[str, Any], data: DataModule) -> None:

@@ -10,6 +10,7 @@ from src.carry import CarriedStates
 from src.config import Config, run_cli
 from src.data.common.lanes import lane_rows
 from src.data.text import Text
+from src.errors import UserError
 from src.model import LanguageModel, ModelConfig
 from src.registry import MIXERS, build_options
 from src.train import main
@@ -120,6 +121,14 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, more, message, capsys
     assert error.count("\n") == 1
     assert message in error
     assert not (tmp_path / "runs" / "a").exists()
+
+
+@pytest.mark.parametrize("more", ["mixer=softmax", "trainer.compile=true"])
+def test_what_cannot_be_carried_is_said_before_the_data_is_prepared(tmp_path, more):
+    cache = tmp_path / "cache"
+    with pytest.raises(UserError, match="carry_state"):
+        run(tmp_path, "data.carry_state=true", f"data.cache_dir={cache}", more)
+    assert not cache.exists()
 
 
 def test_other_micro_batches_cannot_take_the_states_over(tmp_path, capsys):

@@ -1,12 +1,15 @@
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from src import config, generate
+from src import config, generate, train
 from src.config import run_cli
+from src.errors import UserError
 from src.evaluate import evaluate, main
 from src.evaluation import EvaluateConfig, build_data
 from src.module import pick_device
@@ -106,6 +109,60 @@ def test_other_text_is_read_with_the_tokenizer_of_the_run(tmp_path):
     assert results["data"]["path"] == [str(other)]
 
 
+def test_one_tag_is_of_one_row_length(text_run):
+    """Other lengths are in the curve by length: the point at the step is that of training's rows, or none."""
+    evaluate(EvaluateConfig(run=str(text_run), split="test", max_tokens=320, lengths=[32, 64], device="cpu"))
+    evaluate(EvaluateConfig(run=str(text_run), split="test", max_tokens=320, lengths=[32, 16], device="cpu"))
+    usual = json.loads((text_run / "evaluation-perplexity-test-max_tokens=320.json").read_text())["lengths"][1]
+    points = EventAccumulator(str(text_run)).Reload().Scalars("perplexity-test-max_tokens=320/loss")
+    assert [point.value for point in points] == [pytest.approx(usual["loss"])]
+
+
+def test_a_lost_tokenizer_is_not_replaced(text_run, tmp_path, capsys):
+    """Another one, of as many entries by chance, would make other text of the same ids."""
+    damaged = Path(shutil.copytree(text_run, tmp_path / "run"))
+    (damaged / "tokenizer.json").unlink()
+    for more in ([], ["data.name=prose"]):
+        with pytest.raises(SystemExit) as end:
+            run_cli(main, EvaluateConfig, [f"run={damaged}", "device=cpu", *more])
+        error = capsys.readouterr().err
+        assert end.value.code == 2
+        assert error.startswith(f"error: {damaged} has no tokenizer.json: ")
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("part", ["half", "nothing", "no zip"])
+def test_a_damaged_checkpoint_is_one_line(text_run, tmp_path, capsys, part):
+    damaged = Path(shutil.copytree(text_run, tmp_path / "runs" / "text"))
+    last = damaged / "checkpoints" / "last.ckpt"
+    content = last.read_bytes()
+    last.write_bytes({"half": content[: len(content) // 2], "nothing": b"", "no zip": b"\x80\x02}"}[part])
+    saved = config.load(damaged)
+    names = ["data=text", "mixer=mamba2", f"data.path={saved.data.path[0]}", f"run.dir={damaged.parent}"]
+    for call, schema, arguments in (
+        (main, EvaluateConfig, [f"run={damaged}", "device=cpu"]),
+        (generate.main, generate.GenerateConfig, [f"run={damaged}", "prompt=a", "device=cpu"]),
+        (train.main, config.Config, ["resume=auto", "run.name=text", f"run.dir={damaged.parent}"]),
+        (train.main, config.Config, [f"init_from={damaged}", "run.name=new", *names]),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run_cli(call, schema, arguments)
+        error = capsys.readouterr().err
+        assert end.value.code == 2, error
+        assert error.startswith(f"error: {last} cannot be read, it may be damaged ("), error
+        assert error.endswith("; checkpoint=best is there\n")
+        assert error.count("\n") == 1
+    assert sorted(path.name for path in damaged.parent.iterdir()) == ["text"]
+    assert not (damaged / ".lock").exists()
+
+
+def test_an_empty_config_is_one_line(text_run, tmp_path):
+    damaged = Path(shutil.copytree(text_run, tmp_path / "run"))
+    (damaged / "config.yaml").write_text("")
+    with pytest.raises(UserError, match="is empty or damaged: it names no mixer"):
+        evaluate(EvaluateConfig(run=str(damaged), device="cpu"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -113,7 +170,12 @@ def test_other_text_is_read_with_the_tokenizer_of_the_run(tmp_path):
         (["run={run}", "split=train"], "split=train"),
         (["run={run}", "data.seq_lne=4"], "seq_len"),
         (["run={run}", "data.tokenizer=bytes"], "data.tokenizer"),
-        (["run={run}", "device=tpu7"], "device=tpu7"),
+        (["run={run}", "device=tpu7"], "device=tpu7: must be auto, cpu, cuda"),
+        (["run={run}", "device=meta"], "device=meta: must be auto, cpu, cuda"),
+        (["run={run}", "device=gpu"], "did you mean cuda?"),
+        (["run={run}", "device=cuda:99"], "not available here"),
+        (["run={run}", "data.nmae=hub"], "did you mean 'data.name'?"),
+        (["run={run}", "data.val_rows=2"], "max_tokens= takes a sample"),
         (["run={run}", "data.name=mqar", "task=perplexity"], "token ids"),
         (["run={run}", "task=mqar"], "was trained on data=text"),
         (["run={run}", "task=position"], "task=position"),
