@@ -196,7 +196,8 @@ def _saved_layer(layers: Sequence[Layer]) -> Layer | None:
     path = Path(str(parent)).expanduser() / str(name) / runs.CONFIG_FILE
     if not path.is_file():
         return None
-    values = {key: value for key, value in read_yaml(path).items() if key not in ("resume", "run")}
+    saved = runs.saved_options(path.parent)
+    values = {key: value for key, value in saved.items() if key not in ("resume", "run")}
     return Layer(str(path), values)
 
 
@@ -205,9 +206,9 @@ def _start_layer(layers: Sequence[Layer]) -> Layer | None:
     name = _last(layers, "init_from")
     if name in (None, "null"):
         return None
-    path = runs.find(str(name), str(_last(layers, "run", "dir") or "runs"), "init_from") / runs.CONFIG_FILE
-    values = {key: value for key, value in read_yaml(path).items() if key in ("mixer", "model", "plugins")}
-    return Layer(str(path), values)
+    folder = runs.find(str(name), str(_last(layers, "run", "dir") or "runs"), "init_from")
+    values = {key: value for key, value in runs.saved_options(folder).items() if key in ("mixer", "model", "plugins")}
+    return Layer(str(folder / runs.CONFIG_FILE), values)
 
 
 def _last(layers: Sequence[Layer], *keys: str) -> Any:

@@ -18,7 +18,7 @@ from src import runs
 from src.compose import CONFIGS, Layer, groups, resolve, resolve_layers
 from src.config_help import render
 from src.errors import UserError
-from src.files import read_yaml, to_yaml, write_text
+from src.files import to_yaml, write_text
 from src.model import ModelConfig
 from src.ops.checks import KernelError
 from src.optim import OptimConfig
@@ -157,10 +157,7 @@ def load(run_dir: str | Path, schema: type = Config) -> Any:
     path = Path(run_dir) / runs.CONFIG_FILE
     if not path.is_file():
         raise UserError(f"{run_dir} is no run folder (it holds no {runs.CONFIG_FILE})")
-    saved = read_yaml(path)
-    if schema is Config and not saved.get("mixer"):
-        raise UserError(f"{path} is empty or damaged: it names no mixer")
-    return from_dict(saved, schema, str(path))
+    return from_dict(runs.saved_options(Path(run_dir)), schema, str(path))
 
 
 def run_cli(main: Callable[[Any], object], schema: type = Config, argv: Sequence[str] | None = None) -> None:

@@ -7,6 +7,7 @@ device except every `log_every_n_steps` optimizer steps, when numbers are writte
 """
 
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from src import runs
 from src.carry import CarriedStates
 from src.data import IGNORE
 from src.errors import UserError
@@ -27,7 +27,7 @@ from src.layers.level_scales import Beyond, LevelScales
 from src.metrics import ExactMatch, RecallTotals, TokenTotals, accuracies
 from src.model import LanguageModel, ModelConfig
 from src.optim import OptimConfig, build_optimizer
-from src.options import build
+from src.options import build, nearest
 from src.registry import MIXERS, build_options, load_file
 
 
@@ -268,11 +268,28 @@ def build_model(config: dict, vocab_size: int, max_seq_len: int) -> LanguageMode
     return LanguageModel(model, mixer, vocab_size, max_seq_len)
 
 
+def open_checkpoint(path: Path, device: str, hint: str = "") -> dict[str, Any]:
+    """What a checkpoint holds; its tensors are read when they are used, on the meta device never.
+
+    Raises UserError for a file that cannot be read or is none, with `hint` at its end.
+    """
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}){hint}") from error
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError):
+        saved = None
+    if not isinstance(saved, dict) or not {"state_dict", "hyper_parameters"} <= saved.keys():
+        raise UserError(f"{path} is damaged, or no checkpoint of a training{hint}")
+    return saved
+
+
 def load_module(checkpoint: Path, device: torch.device | str = "cpu") -> LanguageModule:
     """The trained module of a checkpoint, on `device`, ready for inference."""
-    # Read here, so that Lightning's own errors of loading do not pass for a damaged file.
-    with runs.reading(checkpoint):
-        torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
+    other = checkpoint.with_name("best.ckpt" if checkpoint.stem == "last" else "last.ckpt")
+    open_checkpoint(checkpoint, "meta", f"; checkpoint={other.stem} is there" if other.is_file() else "")
     module = LanguageModule.load_from_checkpoint(checkpoint, map_location=device, weights_only=True)
     return module.eval()
 
@@ -294,8 +311,8 @@ def pick_device(name: str) -> torch.device:
         # Available, not only built in: PyTorch for CUDA runs on machines without a GPU too.
         kind = torch.accelerator.current_accelerator(check_available=True)
         return kind if kind is not None and kind.type in ("cuda", "mps") else torch.device("cpu")
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
-        meant = "; did you mean cuda?" if "gpu" in name.lower() else ""
+    if not re.fullmatch(r"cpu|mps|cuda(:[0-9]+)?", name):
+        meant = nearest("cuda" if "gpu" in name.lower() else name.lower(), ("auto", "cpu", "cuda", "mps"))
         raise UserError(f"device={name}: must be auto, cpu, cuda, cuda:<number> or mps{meant}")
     try:
         device = torch.device(name)

@@ -9,7 +9,6 @@ shell has another id and is not believed.
 import contextlib
 import json
 import os
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -20,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from src.errors import UserError
 from src.files import read_yaml
-from src.options import asdict, nearest, one_line, show
+from src.options import asdict, nearest, show
 
 CONFIG_FILE = "config.yaml"
 LOCK = ".lock"
@@ -69,7 +68,16 @@ def create(cfg: Any) -> Path:
 
 def changes(cfg: Any, folder: Path) -> list[str]:
     """What a continued run does otherwise than the options saved in its folder, as `key=new, not old`."""
-    return _differences(read_yaml(folder / CONFIG_FILE), asdict(cfg), ("resume", "run"))
+    return _differences(saved_options(folder), asdict(cfg), ("resume", "run"))
+
+
+def saved_options(folder: Path) -> dict[str, Any]:
+    """The options that a run folder keeps, plain. Raises UserError where they are none."""
+    path = folder / CONFIG_FILE
+    saved = read_yaml(path)
+    if not saved.get("mixer"):
+        raise UserError(f"{path} is empty or damaged: it names no mixer")
+    return saved
 
 
 def launched(env: Mapping[str, str] = os.environ) -> int:
@@ -162,17 +170,6 @@ def checkpoint(run_dir: str | Path, which: str = "last") -> Path:
     return path
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Inside, a checkpoint is read; one that is cut off or is none raises UserError."""
-    try:
-        yield
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        others = [other.stem for other in sorted(path.parent.glob("*.ckpt")) if other != path]
-        hint = f"; checkpoint={others[0]} is there" if others else ""
-        raise UserError(f"{path} cannot be read, it may be damaged ({one_line(error)[:80]}){hint}") from error
-
-
 def _start(cfg: Any) -> Path:
     parent = Path(cfg.run.dir).expanduser()
     if cfg.run.name is not None:
@@ -197,7 +194,7 @@ def _resume(cfg: Any) -> Path:
     check_name(cfg.run.name)
     folder = Path(cfg.run.dir).expanduser() / cfg.run.name
     if not _make(folder) and (folder / CONFIG_FILE).is_file():
-        saved = read_yaml(folder / CONFIG_FILE)
+        saved = saved_options(folder)
         if differences := _differences(saved, asdict(cfg), _FREE_ON_RESUME):
             raise UserError(f"run {cfg.run.name!r} cannot be continued with other options: {differences[0]}")
     return folder

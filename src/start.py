@@ -4,12 +4,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from src import runs
 from src.config import Config
 from src.errors import UserError
-from src.module import LanguageModule
+from src.module import LanguageModule, open_checkpoint
 
 
 @dataclass
@@ -23,9 +21,7 @@ class Start:
     def of(cls, cfg: Config) -> "Start":
         """The run that `cfg.init_from` names; `cfg` takes over its tokenizer and trained length. Raises UserError."""
         run_dir = runs.find(cfg.init_from, cfg.run.dir, "init_from")
-        path = runs.checkpoint(run_dir)
-        with runs.reading(path):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = open_checkpoint(runs.checkpoint(run_dir), "cpu")
         saved = checkpoint["hyper_parameters"]
         if cfg.mixer.name != saved["config"]["mixer"]["name"]:
             raise UserError(

@@ -27,14 +27,20 @@ from src.errors import UserError
 from src.generation import Sampling, generate, stream_text
 from src.loggers import CsvLogger, TensorBoard, quiet_lightning
 from src.metrics import recall_rows, recall_table
-from src.module import LanguageModule, check_backend
+from src.module import LanguageModule, check_backend, open_checkpoint
 from src.options import one_line
+from src.output import forgiving
 from src.registry import DATA
 from src.start import Start
 
 
 def main(cfg: Config) -> None:
     """Train and turn every foreseen end into an exit status: 130 Ctrl-C, 143 SIGTERM, 1 a non-finite loss."""
+    with forgiving():
+        _main(cfg)
+
+
+def _main(cfg: Config) -> None:
     try:
         train(cfg)
     except Preempted as stop:
@@ -123,7 +129,7 @@ def prepare(run_dir: Path, cfg: Config) -> tuple[DataModule, LanguageModule, int
     if start:
         start.load_into(module)
 
-    saved = read_checkpoint(last)
+    saved = saved_checkpoint(last)
     start_step = saved.get("global_step", 0)
     if start_step:
         check_same_data(run_dir, saved, data)
@@ -193,12 +199,11 @@ def check_carried(cfg: Config) -> None:
         )
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def saved_checkpoint(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, empty where there is none; tensors are not read."""
     if not path.is_file():
         return {}
-    with runs.reading(path):
-        return torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    return open_checkpoint(path, "meta", "; another run.name starts a new run")
 
 
 def check_same_data(run_dir: Path, saved: dict[str, Any], data: DataModule) -> None:

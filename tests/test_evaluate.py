@@ -9,7 +9,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from src import config, generate, train
 from src.config import run_cli
-from src.errors import UserError
 from src.evaluate import evaluate, main
 from src.evaluation import EvaluateConfig, build_data
 from src.module import pick_device
@@ -109,13 +108,17 @@ def test_other_text_is_read_with_the_tokenizer_of_the_run(tmp_path):
     assert results["data"]["path"] == [str(other)]
 
 
-def test_one_tag_is_of_one_row_length(text_run):
+def test_one_tag_is_of_one_row_length(text_run, tmp_path):
     """Other lengths are in the curve by length: the point at the step is that of training's rows, or none."""
-    evaluate(EvaluateConfig(run=str(text_run), split="test", max_tokens=320, lengths=[32, 64], device="cpu"))
-    evaluate(EvaluateConfig(run=str(text_run), split="test", max_tokens=320, lengths=[32, 16], device="cpu"))
-    usual = json.loads((text_run / "evaluation-perplexity-test-max_tokens=320.json").read_text())["lengths"][1]
-    points = EventAccumulator(str(text_run)).Reload().Scalars("perplexity-test-max_tokens=320/loss")
-    assert [point.value for point in points] == [pytest.approx(usual["loss"])]
+    copy = Path(shutil.copytree(text_run, tmp_path / "run", ignore=shutil.ignore_patterns("events*")))
+    for lengths in ([32, 64], [32, 16], []):
+        found = evaluate(EvaluateConfig(run=str(copy), split="test", lengths=lengths, device="cpu"))
+    points = EventAccumulator(str(copy)).Reload().Scalars("perplexity-test/loss")
+    assert [point.value for point in points] == [pytest.approx(found["loss"])] * 2
+    for lengths in ([16, 100], []):  # samples of other tokens
+        found = evaluate(EvaluateConfig(run=str(copy), split="test", lengths=lengths, max_tokens=100, device="cpu"))
+    points = EventAccumulator(str(copy)).Reload().Scalars("perplexity-test-max_tokens=100/loss")
+    assert [point.value for point in points] == [pytest.approx(found["loss"])]
 
 
 def test_a_lost_tokenizer_is_not_replaced(text_run, tmp_path, capsys):
@@ -131,36 +134,47 @@ def test_a_lost_tokenizer_is_not_replaced(text_run, tmp_path, capsys):
         assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("part", ["half", "nothing", "no zip"])
+@pytest.mark.parametrize("part", ["half", "nothing", "no zip", "a list", "only weights"])
 def test_a_damaged_checkpoint_is_one_line(text_run, tmp_path, capsys, part):
     damaged = Path(shutil.copytree(text_run, tmp_path / "runs" / "text"))
     last = damaged / "checkpoints" / "last.ckpt"
     content = last.read_bytes()
-    last.write_bytes({"half": content[: len(content) // 2], "nothing": b"", "no zip": b"\x80\x02}"}[part])
+    if part in ("a list", "only weights"):
+        torch.save([1] if part == "a list" else torch.load(last)["state_dict"], last)
+    else:
+        last.write_bytes({"half": content[: len(content) // 2], "nothing": b"", "no zip": b"\x80\x02}"}[part])
     saved = config.load(damaged)
     names = ["data=text", "mixer=mamba2", f"data.path={saved.data.path[0]}", f"run.dir={damaged.parent}"]
-    for call, schema, arguments in (
-        (main, EvaluateConfig, [f"run={damaged}", "device=cpu"]),
-        (generate.main, generate.GenerateConfig, [f"run={damaged}", "prompt=a", "device=cpu"]),
-        (train.main, config.Config, ["resume=auto", "run.name=text", f"run.dir={damaged.parent}"]),
-        (train.main, config.Config, [f"init_from={damaged}", "run.name=new", *names]),
-    ):
+    for call, schema, arguments, hint in (
+        (main, EvaluateConfig, [f"run={damaged}", "device=cpu"], "; checkpoint=best is there"),
+        (generate.main, generate.GenerateConfig, [f"run={damaged}", "prompt=a"], "; checkpoint=best is there"),
+        (
+            train.main, config.Config, ["resume=auto", "run.name=text", f"run.dir={damaged.parent}"],
+            "; another run.name starts a new run",
+        ),
+        (train.main, config.Config, [f"init_from={damaged}", "run.name=new", *names], ""),
+    ):  # fmt: skip
         with pytest.raises(SystemExit) as end:
             run_cli(call, schema, arguments)
-        error = capsys.readouterr().err
-        assert end.value.code == 2, error
-        assert error.startswith(f"error: {last} cannot be read, it may be damaged ("), error
-        assert error.endswith("; checkpoint=best is there\n")
-        assert error.count("\n") == 1
+        assert end.value.code == 2
+        assert capsys.readouterr().err == f"error: {last} is damaged, or no checkpoint of a training{hint}\n"
     assert sorted(path.name for path in damaged.parent.iterdir()) == ["text"]
     assert not (damaged / ".lock").exists()
 
 
-def test_an_empty_config_is_one_line(text_run, tmp_path):
+def test_an_empty_config_is_one_line(text_run, tmp_path, capsys):
     damaged = Path(shutil.copytree(text_run, tmp_path / "run"))
     (damaged / "config.yaml").write_text("")
-    with pytest.raises(UserError, match="is empty or damaged: it names no mixer"):
-        evaluate(EvaluateConfig(run=str(damaged), device="cpu"))
+    for call, schema, arguments in (
+        (main, EvaluateConfig, [f"run={damaged}"]),
+        (generate.main, generate.GenerateConfig, [f"run={damaged}"]),
+        (train.main, config.Config, ["resume=auto", "run.name=run", f"run.dir={tmp_path}"]),
+        (train.main, config.Config, [f"init_from={damaged}", f"run.dir={tmp_path}"]),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run_cli(call, schema, arguments)
+        assert end.value.code == 2
+        assert capsys.readouterr().err == f"error: {damaged / 'config.yaml'} is empty or damaged: it names no mixer\n"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +186,7 @@ def test_an_empty_config_is_one_line(text_run, tmp_path):
         (["run={run}", "data.tokenizer=bytes"], "data.tokenizer"),
         (["run={run}", "device=tpu7"], "device=tpu7: must be auto, cpu, cuda"),
         (["run={run}", "device=meta"], "device=meta: must be auto, cpu, cuda"),
-        (["run={run}", "device=gpu"], "did you mean cuda?"),
+        (["run={run}", "device=gpu"], "did you mean 'cuda'?"),
         (["run={run}", "device=cuda:99"], "not available here"),
         (["run={run}", "data.nmae=hub"], "did you mean 'data.name'?"),
         (["run={run}", "data.val_rows=2"], "max_tokens= takes a sample"),

@@ -141,7 +141,7 @@ def test_figure_has_the_mean_and_each_seed(seed):
     assert "mamba2 (one seed)" in [line.get_label() for line in axes.lines]
 
 
-def test_noise_of_early_positions_is_not_drawn(seed):
+def test_noise_of_early_positions_is_not_drawn():
     def losses(mixer: str, *buckets: tuple[int, int, float]) -> dict:
         rows = [{"begin": a, "end": b, "loss": loss} for a, b, loss in buckets]
         return result(mixer, "positions", 1, positions=rows)
@@ -218,7 +218,7 @@ def test_gains_are_between_runs_of_one_seed(call, tmp_path, seed):
     out = call(*(tmp_path / f"{m}-{s}" for m, s in made))[1]
     assert markdown(out)[-1][1][0][2:] == [losses[0], "not finite"]
     [axes] = [axes for axes in figure.axes if "log-linear minus linear" in axes.get_ylabel()]
-    [curve] = [line for line in axes.lines if line.get_label() == "loglinear_gdn"]
+    [curve] = [line for line in axes.lines if line.get_label() == "loglinear_gdn (one seed)"]
     expected = [a["loss"] - b["loss"] for a, b in zip(own[1]["positions"], linear[1]["positions"], strict=True)]
     assert np.allclose(curve.get_ydata(), expected[1:])  # not among the first tokens
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from src.output import checked
 from tests.training import options, run
 
 ROOT = Path(__file__).parents[1]
@@ -51,16 +52,50 @@ def test_a_full_disk_is_one_line(module, text_run):
     assert error.splitlines()[-1] == "error: the output cannot be written: No space left on device"
 
 
-def test_training_goes_on_without_its_reader(tmp_path):
-    """Read until the first step, as `| head` does, and go: no step is lost."""
-    more = options(tmp_path, "run.name=a", "trainer.max_steps=30", "trainer.checkpoint_every=1000")
-    process = begin("src.train", more, subprocess.PIPE)
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    process.stdout.close()
-    error = process.stderr.read()
-    assert process.wait(timeout=120) == 0, error
+@pytest.mark.parametrize("progress", ["true", "false"])
+def test_training_goes_on_without_its_reader(progress, tmp_path):
+    more = options(tmp_path, "run.name=a", f"trainer.progress={progress}", "trainer.sample_tokens=4")
+    stdout = broken_pipe()
+    process = begin("src.train", more, stdout)
+    os.close(stdout)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
     assert "Traceback" not in error
-    assert "the output cannot be written (Broken pipe): training goes on without it" in error
+    assert error.count("the output cannot be written (Broken pipe): going on without it\n") == 1
     assert (tmp_path / "runs" / "a" / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_a_mistake_keeps_its_status(text_run):
+    stdout = broken_pipe()
+    process = begin("src.evaluate", [f"run={text_run}", "task=mqar"], stdout)
+    os.close(stdout)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["src.evaluate", "src.generate"])
+def test_without_an_output(module, text_run):
+    """As after `>&-`, and in some daemons."""
+    command = f"{sys.executable} -m {module} run={text_run} device=cpu >&-"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_printed_before_a_mistake_changes_nothing(monkeypatch):
+    """Buffered output fails only when it is flushed: the status is then that of what ended the process."""
+    writer = os.fdopen(broken_pipe(), "w")
+    monkeypatch.setattr(sys, "stdout", writer)
+
+    @checked()
+    def work() -> None:
+        print("kept in the buffer")
+        raise SystemExit(143)
+
+    with pytest.raises(SystemExit) as end:
+        work()
+    assert end.value.code == 143
+    assert sys.stdout is writer
+    writer.close()  # discarded: no error

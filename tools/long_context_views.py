@@ -91,7 +91,7 @@ def _losses(found: Results, values: Values) -> str:
     rows = []
     for mixer in mixers(found):
         own = [result for result in found if result["mixer"] == mixer]
-        seeds = _seeds(found, mixer)
+        seeds = sorted({result["seed"] for result in own})
         cells = [f"`{mixer}`", ", ".join(map(str, seeds)) + (" (one)" if len(seeds) == 1 else "")]
         # A mixer's runs for another task may have another vocabulary.
         for key in ("parameters", "peak_state_bytes"):
@@ -165,19 +165,18 @@ def draw(found: Results) -> Figure:
     values, names = gather(found), mixers(found)
     panels = [
         Panel("position, tokens", "loss, nats a token", "positions", "loss"),
-        Panel("position, tokens", "log-linear minus linear, nats a token", "positions", "gain"),
+        Panel(f"position (from {NOISY}), tokens", "log-linear minus linear, nats a token", "positions", "gain"),
         Panel("tokens a row", "perplexity", "perplexity", "perplexity"),
         *(Panel("length, tokens", f"needles found, {t}", "niah", f"found/{t}") for t in needle_tasks(values)),
     ]
     curves = {panel: shown for panel in panels if (shown := _curves(values, names, panel))}
     others = [name for name in names if name not in COLOURS]
     colours = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
-    labels = {name: name + (" (one seed)" if len(_seeds(found, name)) == 1 else "") for name in names}
     rows, columns = -(-len(curves) // COLUMNS), min(COLUMNS, len(curves))
     figure = Figure(figsize=(5.2 * columns, 4 * rows), layout="constrained")
     for place, (panel, shown) in enumerate(curves.items(), 1):
         trained = {result["trained_length"] for result in found if result["task"] == panel.task}
-        _panel(figure.add_subplot(rows, columns, place), panel, shown, labels, colours, trained)
+        _panel(figure.add_subplot(rows, columns, place), panel, shown, colours, trained)
     handles = {
         label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -201,12 +200,9 @@ def _curves(values: Values, names: Sequence[str], panel: Panel) -> dict[str, Cur
     return {mixer: curve for mixer, curve in by.items() if curve}
 
 
-def _panel(
-    axes: Axes, panel: Panel, shown: dict[str, Curve], labels: dict[str, str], colours: dict[str, str],
-    trained: set[int],
-) -> None:  # fmt: skip
+def _panel(axes: Axes, panel: Panel, shown: dict[str, Curve], colours: dict[str, str], trained: set[int]) -> None:
     for mixer, curve in shown.items():
-        _curve(axes, labels[mixer], curve, colours[mixer], None if panel.task == "positions" else "o")
+        _curve(axes, mixer, curve, colours[mixer], None if panel.task == "positions" else "o")
     for length in trained:
         axes.axvline(length, color="grey", linestyle="--", linewidth=1)
     if panel.what == "gain":
@@ -222,13 +218,14 @@ def _panel(
     axes.grid(alpha=0.3)
 
 
-def _curve(axes: Axes, label: str, curve: Curve, colour: str, marker: str | None) -> None:
+def _curve(axes: Axes, mixer: str, curve: Curve, colour: str, marker: str | None) -> None:
     places = sorted(curve)
     seeds = sorted({seed for by in curve.values() for seed in by})
     for seed in seeds if len(seeds) > 1 else ():
         own = [x for x in places if seed in curve[x]]
         axes.plot(own, [curve[x][seed] for x in own], color=colour, alpha=0.5, linewidth=0.7)
     means = [float(np.mean(list(curve[x].values()))) for x in places]
+    label = mixer if len(seeds) > 1 else f"{mixer} (one seed)"
     axes.plot(places, means, label=label, color=colour, marker=marker, markersize=4)
 
 
@@ -259,10 +256,6 @@ def mixers(found: Results) -> list[str]:
     """Those of the comparison in its order, each linear one before its log-linear variant, and then all others."""
     names = {result["mixer"] for result in found}
     return [*(name for name in ORDER if name in names), *sorted(names - set(ORDER))]
-
-
-def _seeds(found: Results, mixer: str) -> list[int]:
-    return sorted({result["seed"] for result in found if result["mixer"] == mixer})
 
 
 def _places(values: Values, task: str) -> list[float]:

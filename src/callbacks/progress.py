@@ -7,8 +7,6 @@ from typing import Any, TextIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
-from src.output import discard
-
 
 class Progress(Callback):
     """Shows step, loss and tokens/s. On a terminal a bar; in a file or pipe some plain lines.
@@ -78,15 +76,11 @@ class Progress(Callback):
         return text if rate is None else f"{text}  {rate:,.0f} tokens/s"
 
     def _line(self, text: str) -> None:
-        try:
-            if self._tqdm is not None:
-                self._tqdm.write(text, file=self.stream)
-            else:
-                self.stream.write(text + "\n")
-                self.stream.flush()
-        except OSError as error:  # `| head` has ended, or the disk of a log is full: no reason to lose a run
-            discard(self.stream)
-            sys.stderr.write(f"the output cannot be written ({error.strerror}): training goes on without it\n")
+        if self._tqdm is not None:
+            self._tqdm.write(text, file=self.stream)
+        else:
+            self.stream.write(text + "\n")
+            self.stream.flush()
 
     def _close(self) -> None:
         if self._tqdm is not None:

@@ -79,10 +79,6 @@ class MQAR(DataModule):
     def __init__(self, config: Config, *, seed: int = 0, micro_batch_size: int | None = None) -> None:
         super().__init__(config, seed=seed, micro_batch_size=micro_batch_size)
         self.vocab_size = config.vocab_size
-        for key in ("n_pairs", "examples") if config.mixture else ():
-            if getattr(config, key) != getattr(type(config), key):
-                given = f"data.{key}={getattr(config, key)}"
-                raise UserError(f"{given}: the kinds of data.mixture say their own; give one of the two")
         single = [f"{config.seq_len}:{config.n_pairs}:{config.examples}"]
         train = self._kinds("mixture", config.mixture or single, PUBLISHED_TRAIN)
         val = self._kinds("val", config.val, PUBLISHED_TEST) or [kind._replace(examples=1000) for kind in train]
@@ -128,6 +124,14 @@ class MQAR(DataModule):
 
     def n_samples(self, split: Split) -> int:
         return sum(kind.examples for kind in self.kinds[split])
+
+    def notes(self) -> list[str]:
+        unused = ", ".join(
+            f"data.{key}={getattr(self.config, key)}"
+            for key in ("n_pairs", "examples")
+            if self.config.mixture and getattr(self.config, key) != getattr(self.Config, key)
+        )
+        return [f"{unused} not used: the kinds of data.mixture say their own"] if unused else []
 
     def eval_batches(self, split: Split, batch_size: int) -> list[Sequence[int]]:
         batches, begin = [], 0

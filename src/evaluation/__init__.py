@@ -22,7 +22,7 @@ import torch
 from src import config, runs
 from src.config import Config
 from src.data import DataModule
-from src.data.common.tokenizer import load_tokenizer
+from src.data.common.tokenizer import kept_tokenizer
 from src.errors import UserError
 from src.model import LanguageModel
 from src.module import LanguageModule, check_backend, load_module, pick_device, set_beyond
@@ -50,8 +50,8 @@ class EvaluateConfig:
     lengths: list[int] = field(default_factory=list)
     """Lengths in tokens; empty: the trained one (perplexity), 8 times that (positions), all up to that (mqar, niah)."""
     max_tokens: int | None = None
-    """Tokens of the split to look at, in whole rows of the greatest length, evenly spread, at least one (perplexity,
-    positions); null: all."""
+    """Tokens of the split to look at, in whole rows of the greatest length, evenly spread, at least one (positions,
+    perplexity; without text, of each length for itself); null: all."""
     examples: int | None = None
     """Examples of each cell; null: 1000 (mqar), 10 (niah)."""
     depths: int = 5
@@ -196,16 +196,18 @@ def build_data(run: Config, run_dir: Path, changes: Mapping[str, Any]) -> DataMo
     cls = DATA.get(name)
     known = type_hints(cls.Config)
     for key in changes:
-        if key not in (allowed := ["name", *known]):
-            raise UserError(unknown_key(f"data.{key}", [f"data.{name}" for name in allowed], allowed, f"data ({name})"))
+        if key not in known:
+            raise UserError(unknown_key(f"data.{key}", [f"data.{option}" for option in known], known, f"data={name}"))
     saved = config.asdict(run.data)
     if name != run.data.name:
         saved = {"name": name, "seq_len": saved["seq_len"], "batch_size": saved["batch_size"]}
     if "val_rows" in known:
+        if changes.get("val_rows") is not None:
+            raise UserError("data.val_rows: all rows are looked at; max_tokens= takes a sample")
         saved["val_rows"] = None
-    tokenizer = run_dir / "tokenizer.json"
     if "tokenizer" in known:
-        load_tokenizer(run_dir)  # raises where there is none: another one's token ids would mean other text
+        # None is no choice: the token ids of another one would mean other text.
+        tokenizer = kept_tokenizer(run_dir)
         if "tokenizer" in changes:
             raise UserError("data.tokenizer: a trained model keeps the tokenizer of its run")
         saved["tokenizer"] = str(tokenizer)

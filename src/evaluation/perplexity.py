@@ -25,8 +25,6 @@ NAMES = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
 
 def evaluate(trained: Trained) -> Report:
     options = trained.options
-    if options.data.get("val_rows") is not None:
-        raise UserError("data.val_rows: all rows are looked at; max_tokens= takes a sample")
     data = [_rows(trained, length) for length in dict.fromkeys(options.lengths or [None])]
     blocks = _blocks(trained, data)
     found = [{"length": rows.config.seq_len, **totals(trained, rows, blocks)} for rows in data]
@@ -49,9 +47,12 @@ def evaluate(trained: Trained) -> Report:
 
 
 def _scalars(trained: Trained, found: list[dict[str, Any]]) -> dict[str, float]:
-    """What stands under one tag whatever `lengths=` were asked for: the values at the row length of training."""
-    usual = [row for row in found if not trained.options.lengths or row["length"] == trained.run.data.seq_len]
-    return {name: row[name] for row in usual for name in NAMES if name in row}
+    """What stands under one tag: the values of all tokens, or of the usual sample, at the row length of training."""
+    lengths, own = trained.options.lengths, trained.run.data.seq_len
+    if lengths and (trained.options.max_tokens or own not in lengths):
+        return {}
+    row = next(row for row in found if not lengths or row["length"] == own)
+    return {name: row[name] for name in NAMES if name in row}
 
 
 def _rows(trained: Trained, length: int | None) -> DataModule:
@@ -67,15 +68,15 @@ def _rows(trained: Trained, length: int | None) -> DataModule:
 
 
 def _blocks(trained: Trained, data: Sequence[DataModule]) -> list[tuple[int, int]] | None:
-    """Where the tokens [begin, end) of a sample of `max_tokens` are in the stream of a text: rows of the greatest
-    length, at least one, evenly spread. None: all of them, or no text."""
+    """Where the tokens [begin, end) of a sample of `max_tokens` are in the stream of a text: whole rows of the greatest
+    length, at least one, evenly spread. None: all tokens, or no text."""
     limit, longest = trained.options.max_tokens, max(data, key=lambda rows: rows.config.seq_len)
     if limit is None or not isinstance(longest, Corpus):
         return None
     size, total = longest.row_length(trained.options.split), len(longest.stream(trained.options.split))
-    return [
-        (i * size, min((i + 1) * size, total)) for i in spread(longest.n_rows(trained.options.split), limit // size)
-    ]
+    if limit >= total:
+        return None
+    return [(i * size, (i + 1) * size) for i in spread(total // size, limit // size)]
 
 
 def spread(total: int, n: int) -> list[int]:
@@ -89,12 +90,7 @@ def totals(trained: Trained, data: DataModule, blocks: list[tuple[int, int]] | N
     split, length = trained.options.split, data.config.seq_len
     if data.n_samples(split) == 0:
         raise UserError(f"data={data.config.name} has no {split} split")
-    limit = trained.options.max_tokens
-    at_once = max(1, min(trained.piece, limit or trained.piece) // length)
-    batches = data.eval_batches(split, data.config.val_batch_size or at_once)
-    if limit is not None:
-        taken = _rows_of(data, split, blocks) if blocks else set(spread(data.n_samples(split), limit // length))
-        batches = [kept for samples in batches if (kept := [i for i in samples if i in taken])]
+    batches = _batches(trained, data, blocks)
     sums, right = TokenTotals(), 0
     for samples in tqdm(batches, f"{length:,} tokens", disable=None):
         batch = data.batch(split, samples)
@@ -117,10 +113,19 @@ def totals(trained: Trained, data: DataModule, blocks: list[tuple[int, int]] | N
     return {**values, "token_accuracy": right / tokens, "tokens": tokens}
 
 
-def _rows_of(data: Corpus, split: str, blocks: list[tuple[int, int]]) -> set[int]:
-    """The rows that some token of the blocks is in."""
-    size = data.row_length(split)
-    return {row for begin, end in blocks for row in range(begin // size, -(-end // size))}
+def _batches(trained: Trained, data: DataModule, blocks: list[tuple[int, int]] | None) -> list[Sequence[int]]:
+    """The rows that some token of the blocks is in; without text, as many whole batches as `max_tokens` has."""
+    split, length, limit = trained.options.split, data.config.seq_len, trained.options.max_tokens
+    size = data.config.val_batch_size or max(1, min(trained.piece, limit or trained.piece) // length)
+    if blocks:
+        row = data.row_length(split)
+        rows = sorted({i for begin, end in blocks for i in range(begin // row, -(-end // row))})
+        return data.batches_of(split, rows, size)
+    batches = data.eval_batches(split, size)
+    if limit is None or isinstance(data, Corpus):
+        return batches
+    per_batch = length * max(map(len, batches))
+    return [batches[i] for i in spread(len(batches), limit // per_batch)]
 
 
 def _inside(data: Corpus, split: str, rows: Sequence[int], blocks: list[tuple[int, int]], labels: Tensor) -> Tensor:

@@ -143,8 +143,6 @@ def test_fingerprint_knows_what_decides_the_examples():
         ({"seq_len": 64, "n_pairs": 16, "vocab_size": 32}, "need data.vocab_size of at least 34, not 32"),
         ({"n_pairs": 0}, "at least one pair"),
         ({"examples": 0}, "at least one pair and one example"),
-        ({"mixture": ["64:4:10"], "n_pairs": 8}, "data.n_pairs=8: the kinds of data.mixture"),
-        ({"mixture": ["64:4:10"], "examples": 8}, "data.examples=8: the kinds of data.mixture"),
         ({"mixture": ["64:4"]}, "data.mixture=64:4: expected seq_len:n_pairs:examples"),
         ({"test": ["publishd"]}, "data.test=publishd: .*or: published"),
     ],

@@ -87,7 +87,7 @@ def test_several_lengths_see_the_same_tokens(long_run):
     assert len({row["tokens"] for row in rows}) == 1
     assert rows[1]["loss"] == evaluate(EvaluateConfig(**options))["loss"]
     few = evaluate(EvaluateConfig(lengths=[16], max_tokens=700, **options))
-    assert 600 <= few["tokens"] <= 1000
+    assert few["tokens"] == 700 // 16 * 16
 
 
 @pytest.mark.parametrize("packing", ["documents", "concatenate"])
@@ -104,25 +104,36 @@ def test_a_sample_is_of_the_same_tokens_at_every_length(packing, tmp_path, monke
     options = {"run": str(run_dir), "device": "cpu", "split": "test"}
     data = open_run(EvaluateConfig(**options)).data()
     stream = data.stream("test")
-    lengths = [random.randint(8, 90) for _ in range(4)]
-    longest, total = max(lengths), len(stream)
+    total = len(stream)
+    lengths = [random.randint(8, total) for _ in range(4)]
+    longest = max(lengths)
     n = random.randint(1, total // longest)
-    results = evaluate(EvaluateConfig(lengths=lengths, max_tokens=n * longest + random.randrange(longest), **options))
-    rows = results["lengths"]
-    assert {row["tokens"] for row in rows} == {rows[0]["tokens"]}
-    assert n * longest - longest < rows[0]["tokens"] <= n * longest
-    for row in rows[1:]:
+    limit = min(n * longest + random.randrange(longest), total - 1)
+    rows = evaluate(EvaluateConfig(lengths=lengths, max_tokens=limit, **options))["lengths"]
+    for row in rows:
+        assert row["tokens"] == n * longest
         for name in ("loss", "bits_per_byte", "word_perplexity"):
             assert row[name] == pytest.approx(rows[0][name], rel=1e-6), name
-    # They stand where they should: each run of them in the middle of its share of the rows.
-    n_rows = -(-total // longest)
-    blocks = [(2 * i + 1) * n_rows // (2 * n) * longest for i in range(n)]
-    labels = [
-        token for begin in blocks for token in stream.tokens[begin + 1 : min(begin + longest, total) + 1].tolist()
-    ]
-    assert seen[: len(labels)] == labels
-    for few in (1, longest - 1):  # less than a row: one, neither the first nor cut
-        assert evaluate(EvaluateConfig(lengths=[longest], max_tokens=few, **options))["tokens"] == longest
+    # They stand where they should: whole rows, each in the middle of its share of them.
+    begins = [(2 * i + 1) * (total // longest) // (2 * n) * longest for i in range(n)]
+    labels = [token for begin in begins for token in stream.tokens[begin + 1 : begin + longest + 1].tolist()]
+    assert sorted(seen[: len(labels)]) == sorted(labels)
+    # Less than a row is one; all that there is, is all, the last and shorter row too.
+    for limit, tokens in ((1, longest), (total, total), (10 * total, total)):
+        assert evaluate(EvaluateConfig(lengths=[longest], max_tokens=limit, **options))["tokens"] == tokens
+
+
+def test_a_sample_is_read_in_whole_batches(long_run, monkeypatch):
+    shapes = []
+
+    def losses(model, input_ids, labels, cu_seqlens, size):
+        shapes.append(input_ids.numel())
+        return torch.zeros(labels.shape), labels >= 0
+
+    monkeypatch.setattr("src.evaluation.perplexity.token_losses", losses)
+    options = {"run": str(long_run), "device": "cpu", "split": "test", "data": {"val_batch_size": 8}}
+    evaluate(EvaluateConfig(max_tokens=20 * 16, **options))
+    assert shapes == [128, 128, 64]
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

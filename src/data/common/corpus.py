@@ -232,10 +232,15 @@ class Corpus(DataModule):
         return batch
 
     def eval_batches(self, split: Split, batch_size: int) -> list[Sequence[int]]:
-        batches = super().eval_batches(split, batch_size)
+        return self.batches_of(split, range(self.n_samples(split)), batch_size)
+
+    def batches_of(self, split: Split, samples: Sequence[int], batch_size: int) -> list[Sequence[int]]:
+        """These samples, in ascending order, in evaluation batches."""
+        batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
         all_rows = self.n_samples(split) == self.n_rows(split)  # else the last, shorter one is not among them
         ragged = all_rows and len(self._streams[split]) % self.row_length(split) != 0
-        if self.config.packing == "concatenate" and ragged and len(batches[-1]) > 1:
+        last_is = bool(batches) and batches[-1][-1] == self.n_rows(split) - 1
+        if self.config.packing == "concatenate" and ragged and last_is and len(batches[-1]) > 1:
             *rest, last = batches[-1]
             batches[-1:] = [rest, [last]]  # a shorter row does not stack with full ones
         return batches

@@ -186,10 +186,16 @@ def find_tokenizer(name: str, eot: str | None = None) -> Tokenizer:
 
 def load_tokenizer(run_dir: Path) -> Tokenizer:
     """The tokenizer that a run folder keeps; needs neither corpus nor cache nor network."""
+    path = kept_tokenizer(run_dir)
+    return _read(path, _eot_beside(path), str(path))
+
+
+def kept_tokenizer(run_dir: Path) -> Path:
+    """The file of a run folder's tokenizer. Raises UserError where there is none."""
     path = Path(run_dir, "tokenizer.json")
     if not path.is_file():
         raise UserError(f"{run_dir} has no tokenizer.json: it was not trained on text, or has lost it")
-    return _read(path, _eot_beside(path), str(path))
+    return path
 
 
 def _eot_beside(path: Path) -> str | None:
