@@ -76,10 +76,10 @@ def _blocks(trained: Trained, data: Sequence[DataModule]) -> list[tuple[int, int
     size, total = longest.row_length(trained.options.split), len(longest.stream(trained.options.split))
     if limit >= total:
         return None
-    return [(i * size, (i + 1) * size) for i in spread(total // size, limit // size)]
+    return [(i * size, (i + 1) * size) for i in evenly(total // size, limit // size)]
 
 
-def spread(total: int, n: int) -> list[int]:
+def evenly(total: int, n: int) -> list[int]:
     """n of `total` things, at least one, evenly spread: each in the middle of its share."""
     n = max(1, min(n, total))
     return [(2 * i + 1) * total // (2 * n) for i in range(n)]
@@ -125,7 +125,7 @@ def _batches(trained: Trained, data: DataModule, blocks: list[tuple[int, int]] |
     if limit is None or isinstance(data, Corpus):
         return batches
     per_batch = length * max(map(len, batches))
-    return [batches[i] for i in spread(len(batches), limit // per_batch)]
+    return [batches[i] for i in evenly(len(batches), limit // per_batch)]
 
 
 def _inside(data: Corpus, split: str, rows: Sequence[int], blocks: list[tuple[int, int]], labels: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from src.data.common.corpus import Corpus
 from src.data.common.packing import Stream
 from src.errors import UserError
 from src.evaluation import Report, Trained, figures
-from src.evaluation.perplexity import facts, spread
+from src.evaluation.perplexity import evenly, facts
 from src.pieces import token_losses
 
 USES = {"split", "lengths", "max_tokens"}
@@ -32,7 +32,7 @@ def evaluate(trained: Trained) -> Report:
     length = _length(trained, stream)
     begins = windows(stream, length)
     if options.max_tokens is not None:
-        begins = begins[spread(len(begins), options.max_tokens // length)]
+        begins = begins[evenly(len(begins), options.max_tokens // length)]
     edges = buckets(length)
     means = np.concatenate([_bucket_means(nll, edges) for nll in _losses(trained, stream, begins, length)])
     loss = means.mean(0)

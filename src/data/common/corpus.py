@@ -239,8 +239,8 @@ class Corpus(DataModule):
         batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
         all_rows = self.n_samples(split) == self.n_rows(split)  # else the last, shorter one is not among them
         ragged = all_rows and len(self._streams[split]) % self.row_length(split) != 0
-        last_is = bool(batches) and batches[-1][-1] == self.n_rows(split) - 1
-        if self.config.packing == "concatenate" and ragged and last_is and len(batches[-1]) > 1:
+        has_last = bool(batches) and batches[-1][-1] == self.n_rows(split) - 1
+        if self.config.packing == "concatenate" and ragged and has_last and len(batches[-1]) > 1:
             *rest, last = batches[-1]
             batches[-1:] = [rest, [last]]  # a shorter row does not stack with full ones
         return batches
