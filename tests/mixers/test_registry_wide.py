@@ -101,14 +101,14 @@ def test_prefill_and_steps_equal_whole(name: str, layer: int) -> None:
 
 @over_mixers
 def test_single_steps_equal_whole(name: str) -> None:
-    mixer = mixer_of(name).float()
-    x = torch.randn(1, 132, 32)
+    mixer = mixer_of(name)
+    x = torch.randn(1, 132, 32, dtype=torch.float64)
     state, parts = None, []
     with torch.no_grad():
         for token in x.split(1, dim=1):
             y, state = mixer.step(token, state)
             parts.append(y)
-        assert_near(torch.cat(parts, dim=1), mixer(x), 1e-4)
+        assert_near(torch.cat(parts, dim=1), mixer(x))
 
 
 @over_mixers
@@ -319,13 +319,18 @@ def test_any_width(name: str, d_model: int) -> None:
 
 @over_mixers
 def test_bf16_autocast(name: str) -> None:
-    """Near the fp32 result, with parameters and gradients in fp32."""
+    """Near the fp32 result, with parameters and gradients in fp32.
+
+    By token, the median of each half of the rows: a read that is almost 0, as one in some thousands is, has no
+    correct digit in bf16, and the norm after it makes it as large as any other.
+    """
     model = build(name).float()
     tokens = ids(2, 100)
-    expected = model(tokens)
+    expected = model(tokens).detach()
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(tokens)
     logits.float().square().mean().backward()
-    error = (logits.float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert error < 0.1
+    errors = (logits.detach().float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    for half in errors.split(50, dim=1):
+        assert half.median() < 0.05
     assert all(p.dtype == p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
