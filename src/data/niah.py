@@ -34,7 +34,7 @@ import torch
 from src.data import IGNORE, Batch, DataModule, Split
 from src.data.common import needles
 from src.data.common.corpus import Corpus
-from src.data.common.needle_examples import Example, ExampleMaker
+from src.data.common.needle_examples import Example, ExampleMaker, TooShort
 from src.data.common.packing import padded_borders
 from src.data.common.tokenizer import find_tokenizer
 from src.errors import UserError
@@ -144,7 +144,14 @@ class Niah(DataModule):
         for split, lengths in self.lengths.items():
             key = "lengths" if split == "train" else f"{split}_lengths"
             key = key if getattr(self.config, key) else "seq_len"  # a split without its own is the training's
-            maker.check(largest, min(lengths), f"data.{key}")
+            try:
+                maker.check(largest, min(lengths), f"data.{key}")
+            except TooShort as error:
+                fitting = [task for task in self.config.tasks if maker.smallest(task) <= error.length]
+                if not fitting:
+                    raise
+                choice = f"data.tasks=[{','.join(fitting)}]"
+                raise UserError(f"{error}; there is room for {choice}") from None
 
     # Examples
 

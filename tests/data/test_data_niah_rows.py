@@ -200,9 +200,20 @@ def test_an_impossible_length_is_an_error_at_once(niah, monkeypatch):
     monkeypatch.setattr("src.data.common.corpus.build", lambda *_: pytest.fail("tokenised before the check"))
     module = niah(setup=False, seq_len=100, tasks=["single_1", "multiquery", "multikey_1"])
     begin = time.perf_counter()
-    with pytest.raises(UserError, match=r"data.seq_len=100: multiquery needs at least \d+ tokens"):
+    with pytest.raises(UserError, match=r"data.seq_len=100: multiquery needs at least \d+ tokens") as error:
         module.setup("fit")
     assert time.perf_counter() - begin < 0.5
+    assert "there is room for" not in str(error.value)
+
+
+def test_tasks_with_room_are_named_and_have_it(niah):
+    tasks = ["single_1", "multikey_3", "single_2", "multiquery"]
+    with pytest.raises(UserError, match=r"multiquery needs .*; there is room for data.tasks=\[") as error:
+        niah(setup=False, seq_len=300, tasks=tasks).setup("fit")
+    fitting = str(error.value).rpartition("[")[2].removesuffix("]").split(",")
+    assert set(fitting) < set(tasks)
+    module = niah(seq_len=300, tasks=fitting)
+    assert max(map(module.smallest, fitting)) <= 300 < min(module.smallest(task) for task in {*tasks} - {*fitting})
 
 
 @pytest.mark.parametrize(
