@@ -34,7 +34,7 @@ import torch
 from src.data import IGNORE, Batch, DataModule, Split
 from src.data.common import needles
 from src.data.common.corpus import Corpus
-from src.data.common.needle_examples import Example, ExampleMaker, TooShort
+from src.data.common.needle_examples import Example, ExampleMaker
 from src.data.common.packing import padded_borders
 from src.data.common.tokenizer import find_tokenizer
 from src.errors import UserError
@@ -140,18 +140,10 @@ class Niah(DataModule):
         return ExampleMaker(self.corpus.tokenizer, self.corpus.stream, self.seed)
 
     def _check_lengths(self, maker: ExampleMaker) -> None:
-        largest = max(self.config.tasks, key=maker.smallest)  # one error says what all tasks need
         for split, lengths in self.lengths.items():
             key = "lengths" if split == "train" else f"{split}_lengths"
             key = key if getattr(self.config, key) else "seq_len"  # a split without its own is the training's
-            try:
-                maker.check(largest, min(lengths), f"data.{key}")
-            except TooShort as error:
-                fitting = [task for task in self.config.tasks if maker.smallest(task) <= error.length]
-                if not fitting:
-                    raise
-                choice = f"data.tasks=[{','.join(fitting)}]"
-                raise UserError(f"{error}; there is room for {choice}") from None
+            maker.check(self.config.tasks, min(lengths), f"data.{key}")
 
     # Examples
 
@@ -168,7 +160,7 @@ class Niah(DataModule):
         check_task(task, "task")
         if depth is not None and not 0 <= depth <= 1:
             raise UserError(f"depth={depth}: must be in [0, 1]")
-        self._maker.check(task, length, "length")
+        self._maker.check([task], length, "length")
         drawn = self._maker.draw(split, task, length, number, depth)
         return Example(drawn.prompt.tolist(), drawn.answer.tolist(), drawn.references, drawn.depth, task)
 

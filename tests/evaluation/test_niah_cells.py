@@ -201,6 +201,7 @@ def test_a_trained_length_too_short_for_a_task_is_an_error(tmp_path):
         (["lengths=[20,5000]"], "lengths=[20, 5000]: multivalue needs at least "),
         (["lengths=[20,5000]"], ", not 20: leave out the task (tasks=) or the length (lengths=)"),
         (["lengths=[150,5000]", "tasks=[single_1,multikey_3]"], "lengths=[150, 5000]: multikey_3 needs at least "),
+        (["lengths=[300]", "tasks=[single_1,multikey_3]"], "error: lengths=[300]: multikey_3 needs at least "),
         (["lengths=[300]", "data.seq_len=100"], "data.seq_len=100: task=niah takes lengths: give lengths alone"),
         (["data.val_lengths=[100]"], "data.val_lengths=[100]: task=niah takes lengths: give lengths alone"),
         (["data.tasks=[single_1]"], "data.tasks=['single_1']: task=niah takes tasks: give tasks alone"),

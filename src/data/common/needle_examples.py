@@ -7,7 +7,7 @@ Everything is put together in token space: each sentence is tokenised alone (the
 patterns of tokenizers begin anew), the haystack is as many tokens of a stream as are left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,11 +53,13 @@ class Drawn(NamedTuple):
 
 
 class TooShort(UserError):
-    """A length without room for a task: `key` is the option that asked for it, `least` the smallest possible one."""
+    """A length without room for a task: `key` is the option that asked for it, `least` the smallest possible one,
+    `fitting` the other tasks, those that have room."""
 
-    def __init__(self, key: str, length: int, task: str, least: int) -> None:
+    def __init__(self, key: str, length: int, task: str, least: int, fitting: Sequence[str]) -> None:
         self.length, self.task, self.least = length, task, least
-        super().__init__(f"{key}={length}: {self.reason}")
+        others = f"; there is room for {', '.join(fitting)}" if fitting else ""
+        super().__init__(f"{key}={length}: {self.reason}{others}")
 
     @property
     def reason(self) -> str:
@@ -117,10 +119,11 @@ class ExampleMaker:
         sizes = [sum(map(len, parts)) for parts in zip(lines, tails, answers, others, strict=True)]
         return len(self._head(task)) + int(np.quantile(sizes, ENOUGH, method="higher")) + 1
 
-    def check(self, task: str, length: int, key: str) -> None:
-        """Raises TooShort for a length below `smallest`; `key` is the option that asked for it."""
-        if length < (least := self.smallest(task)):
-            raise TooShort(key, length, task, least)
+    def check(self, tasks: Sequence[str], length: int, key: str) -> None:
+        """Raises TooShort for a length below `smallest` of one of the tasks; `key` is the option that asked for it."""
+        largest = max(tasks, key=self.smallest)  # one error says what all tasks need
+        if length < (least := self.smallest(largest)):
+            raise TooShort(key, length, largest, least, [task for task in tasks if self.smallest(task) <= length])
 
     def draw(self, split: Split, task: str, length: int, number: int, depth: float | None = None) -> Drawn:
         """A pure function of its arguments and the seed. depth: of the first asked needle, the others are drawn."""
