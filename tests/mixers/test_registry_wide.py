@@ -321,8 +321,8 @@ def test_any_width(name: str, d_model: int) -> None:
 def test_bf16_autocast(name: str) -> None:
     """Near the fp32 result, with parameters and gradients in fp32.
 
-    By token, the median of each half of the rows: a read that is almost 0, as one in some thousands is, has no
-    correct digit in bf16, and the norm after it makes it as large as any other.
+    By token, and of each half of the rows the best nine tenths: a read that is almost 0, as one in some thousands
+    is, has no correct digit in bf16, and the norm after it makes it as large as any other.
     """
     model = build(name).float()
     tokens = ids(2, 100)
@@ -332,5 +332,5 @@ def test_bf16_autocast(name: str) -> None:
     logits.float().square().mean().backward()
     errors = (logits.detach().float() - expected).norm(dim=-1) / expected.norm(dim=-1)
     for half in errors.split(50, dim=1):
-        assert half.median() < 0.05
+        assert half.flatten().sort().values[:90].square().mean().sqrt() < 0.08
     assert all(p.dtype == p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())

@@ -77,7 +77,7 @@ def bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_rounding_stays_in_bounds(operator: str, kind: str, K: int, T: int, seed: int, bf16: None) -> None:
-    """Two draws together: of single ones, one in some hundreds has a dg of so few large terms that it is over."""
+    """Two draws together: of some dozens, one has a dg of so few large terms that it alone comes near the bound."""
     found = errors(Case(operator, "bfloat16", K, K, kind, T), seed, device="cpu", draws=2)
     assert max(found.values()) < BOUNDS["bfloat16"], found
 
